@@ -74,7 +74,11 @@ async def begin_update(session: Session, label: str | None, engines: Iterable[st
     """Before the push: note who holds what, and give it a label if it has none, so that it is known when something loads it again."""
     names, _ = check_weights(engines, timeout_s, label, ())
     until = time.monotonic() + timeout_s
-    status = await session.status(timeout_s)
+    while (status := await session.status(max(until - time.monotonic(), LAST_STATUS_SECONDS))).settling_seconds > 0:
+        if time.monotonic() >= until:
+            raise HubUnreachable(f"{_too_early(status, 0.0)}, and until then nobody knows what the push replaces: it has not begun")
+        await asyncio.sleep(min(status.settling_seconds, MAX_POLL_SECONDS))
+    until = max(until, time.monotonic() + LABEL_SECONDS)
     before = report(chosen(status.engines, names)[0], status.labels)
     if label is not None:
         for weights in sorted(before.common - set(status.labels)):

@@ -229,6 +229,8 @@ class Session:
             with contextlib.suppress(ConfigurationError):  # unreadable by now: those in use may do
                 keys = self.connection.client_keys()
             if keys == self._link.keys:
+                if self._link.connected:
+                    self.problem = "it does not answer any more"
                 self._link.redial()
                 return
         self._hang_up()
@@ -264,6 +266,7 @@ class Session:
         match message:
             case Status(request=request) | BumpStatus(request=request) | Labelled(request=request):
                 if conversation := self._conversations.get(request):
+                    self.problem = "it answers, and has not done what was asked: its log says why"
                     conversation.put(message)
             case Error(code, text):
                 self.problem = f"the hub rejected a message: {text}"

@@ -497,8 +497,9 @@ def publish_at(hub: HubState) -> float:
     """
     if not hub.record.unpublished:
         return math.inf
-    behind = (hub.rules.fenced_at(hub.instances.known[instance]) for instance in hub.instances.behind)
-    return max(hub.rules.settled_at(hub.lead), hub.record.retry_at, max(behind, default=NEVER))
+    fenced = (hub.rules.fenced_at(hub.instances.known[instance]) for instance in reversed(hub.instances.behind))
+    last = next((at for at in fenced if at > NEVER), NEVER)  # those that joined since may use no lower epoch, and come last
+    return max(hub.rules.settled_at(hub.lead), hub.record.retry_at, last)
 
 
 def raise_published(hub: HubState, epoch: int, now: float) -> list[ev.Action]:

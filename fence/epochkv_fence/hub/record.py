@@ -150,7 +150,8 @@ class Instances:
         for record in self.known.values():
             record.below_until = max(record.below_until, record.live_until)
             record.live_until = NEVER
-        self.behind = {instance: None for instance, record in self.known.items() if not record.at_least(target)}
+        ordered = sorted(self.known.items(), key=lambda one: one[1].below_until)
+        self.behind = {instance: None for instance, record in ordered if not record.at_least(target)}
 
     def nudge(self, now: float) -> list[ev.Action]:
         """Ask the instances behind for a heartbeat, which a grant of the new target can answer."""
@@ -394,7 +395,7 @@ class Labels:
         if labels != self._batch():
             return []
         self.known = merged_labels(self.known, labels, held)
-        answers = [(peer, _answer(asked)) for peer, asked in self._writing]
+        answers = [(peer, _answer(asked)) for peer, asked in self._writing if asked.weights in labels]
         self._writing = []
         return answers
 

@@ -111,6 +111,7 @@ class Link:
 
     def redial(self) -> None:
         """Give the connection up and dial anew; a name under which nobody has answered yet, in the other family."""
+        self.connected = False  # libzmq does not tell who asked for it
         self.redial_at = time.monotonic() + self._patience
         if self._unsure:
             self.socket.setsockopt(zmq.IPV6, not self.socket.getsockopt(zmq.IPV6))

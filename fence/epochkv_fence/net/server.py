@@ -326,7 +326,6 @@ class Effects:
     async def stop(self) -> None:
         """End every task within seconds, even if the authority hangs."""
         await end([task for task in self._tasks if task is not asyncio.current_task()], STOP_SECONDS)
-        self._tasks.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

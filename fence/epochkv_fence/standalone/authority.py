@@ -1,8 +1,7 @@
 """The state directory of a standalone hub: its lock, the SQLite database in it, and the hub's authority over that. One thread uses each.
 
 One process has the directory: it holds an exclusive lock on `hub.lock` for its life, and SQLite's own exclusive lock on
-`state.db`. Exclusive locking also keeps SQLite's shared-memory file away, so the directory may lie on a network file system
-whose `flock` works.
+`state.db`. The disk is this machine's: a file server may give the locks of a machine that it does not reach to another one.
 
 Triggers reject every write that would decrease something. Commits are synced (`synchronous=FULL`), because WAL's default may
 lose the last ones in a power failure, and a target must never fall back.
@@ -235,7 +234,7 @@ def _inode(path: Path) -> tuple[int, int]:
 
 T = TypeVar("T")
 
-DEADLINE_SECONDS: Final = 3.0
+DEADLINE_SECONDS: Final = 2.5  # less than the hub waits, so that its log has our reason
 OPEN_SECONDS: Final = 30.0
 
 

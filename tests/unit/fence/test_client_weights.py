@@ -281,6 +281,8 @@ def test_a_hub_that_begins_to_lead_says_that_it_may_not_know_everybody(tmp_path:
         error = diverged(lambda: pool.wait_weights(timeout_s=0.5))
         assert re.search(r"the hub became leader just now; the list of engines is complete in 3\d s$", str(error))
         assert error.engines == ()
+        with pytest.raises(HubUnreachable, match="nobody knows what the push replaces"), pool.weight_update("step-1", timeout_s=0.5):
+            pytest.fail("the push has begun")
 
 
 def test_one_that_a_new_hub_has_not_heard_is_no_proof(world: HubWorld) -> None:

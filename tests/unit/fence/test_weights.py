@@ -400,5 +400,5 @@ def test_what_waits_is_bounded(hub: Driver) -> None:
     hub.step(ev.Done(ev.NoteLabels(notes(hub)[0]), ok=True))
     assert len(notes(hub)[1]) == MAX_LABELS
     hub.step(ev.Done(ev.NoteLabels(notes(hub)[1]), ok=True))
-    assert len(hub.of(Labelled)) == 1 + MAX_LABELLING
+    assert len(hub.of(Labelled)) == 1 + MAX_LABELS, "the others ask again"
     assert len(labels(hub)) == MAX_LABELS
