@@ -7,6 +7,7 @@ A miss that its connector counts is the busy machine's; its run is repeated with
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -53,6 +54,7 @@ def demo(console: Console, seed: int | None, runs: int, load: int) -> int:
     console.print(f"Prompts of {CACHED} tokens and more are drawn with --seed {seed}.", highlight=False)
     claims = Claims()
     with tempfile.TemporaryDirectory(prefix="epochkv-demo-") as name, nothing_left(lambda line: console.print(line, highlight=False)):
+        os.environ["TMPDIR"] = name  # vLLM leaves its sockets behind
         with ExitStack() as stack, busy(Path(name), load):
             with progress.step("an engine that saves, and one without any cache", 60):
                 parts = start(stack, Path(name))

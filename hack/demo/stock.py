@@ -8,6 +8,7 @@ old KV under the name of its own and answers from it. With EpochKV the names dif
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import tempfile
@@ -74,6 +75,7 @@ def demo(console: Console, seed: int | None) -> int:
     console.print(f"Prompts of {PROMPT_TOKENS} tokens are drawn with --seed {seed}.", highlight=False)
     claims = Claims()
     with tempfile.TemporaryDirectory(prefix="epochkv-demo-") as name, nothing_left(lambda line: console.print(line, highlight=False)):
+        os.environ["TMPDIR"] = name  # vLLM leaves its sockets behind
         folder = Path(name)
         weights = Weights(models.make(folder / "base", 1), models.make(folder / "new", 2))
         with (

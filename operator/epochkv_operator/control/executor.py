@@ -1,6 +1,7 @@
 """Carries out a plan: server-side applies in order, then prunes. The server recognises an apply that changes nothing."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +21,9 @@ log = structlog.get_logger(__name__)
 
 
 PATCHER = f"{MANAGED_BY}-patch"
-MAX_SILENT = 2
-"""Requests without an answer until the API server counts as gone: each may take its whole deadline."""
+PATIENCE_SECONDS = 30.0
+"""After which a step that fails is a plan's last: webhooks hang, or the API server does. Status, gates and copies wait for it."""
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 
 
 def _problem(name: str, error: ApiError, *, other: str, **reasons: str) -> Problem | None:
@@ -98,7 +100,7 @@ class Executor:
         """
         problem: Problem | None = None
         again: ApiError | None = None
-        silent = 0
+        began = time.monotonic()
         steps = (*((obj, self._apply) for obj in plan.apply), *((obj, self._delete) for obj in plan.delete))
         for (what, step), why in zip(steps, plan.details, strict=True):
             try:
@@ -107,9 +109,8 @@ class Executor:
                 name = f"{what['kind']} {what['metadata']['name']}: "
                 problem = problem or _problem(name, error, Invalid="ApplyRefused", Forbidden="ApplyForbidden", other="ApplyFailed")
                 again = again or error
-                silent += error.status == 0
-                if silent >= MAX_SILENT:
-                    break
+                if time.monotonic() > began + PATIENCE_SECONDS or (plan.delete and what["kind"] in WORKLOADS and step == self._apply):
+                    break  # what is to be deleted may serve in the place of what could not be made
         return problem, again
 
     async def _apply(self, about: str, desired: Json, reason: str) -> None:

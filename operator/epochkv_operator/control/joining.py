@@ -11,6 +11,7 @@ it has a label, and the Secret is there for longer than that.
 """
 
 import contextlib
+import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -37,8 +38,7 @@ from epochkv_operator.settings import Settings
 log = structlog.get_logger(__name__)
 CHECK_SECONDS: Final = 60.0
 """After which the Secret of a copy is read again, or a namespace that is not there: no watch shows either."""
-SLOW_SECONDS: Final = 5.0
-"""A namespace in which a look that failed took so long is not asked again for `CHECK_SECONDS`."""
+SLOW_SECONDS: Final = 5.0  # a namespace in which a look that failed took so long is not asked again for `CHECK_SECONDS`
 LIST_SECONDS: Final = 10.0
 """For how long a list of namespaces counts."""
 START_SECONDS: Final = 120.0
@@ -180,13 +180,15 @@ class Copies:
         return None
 
     async def _withdraw_from(self, key: Key, namespaces: Iterable[str]) -> ApiError | None:
-        """One that refuses holds up no other. Returns the error to try again on."""
-        failed = None
-        for namespace in namespaces:
+        """One that refuses holds up no other. Returns the error to try again on. One that hangs leaves the rest to that try."""
+        failed, began = None, time.monotonic()
+        for namespace in sorted(namespaces, key=lambda _: random.random()):
             try:
                 await self._withdraw(key, namespace)
             except ApiError as error:
                 failed = failed or error
+                if time.monotonic() > began + SLOW_SECONDS:
+                    break
         return failed
 
     async def _withdraw(self, key: Key, namespace: str) -> None:

@@ -203,8 +203,8 @@ class PoolReconciler(_Reconciler):
         return next((error for error in errors if not isinstance(error, Conflict | Forbidden | NotFound)), None)
 
     async def _write(self, turns: Sequence[Turn]) -> list[tuple[Turn, ApiError]]:
-        """Some at a time. One that fails holds up no other. A namespace that forbids so many in a row is not asked again. Returns those
-        that fail, and why."""
+        """Some at a time. One that fails holds up no other. A namespace that forbids so many in a row, or does not answer them, is not
+        asked again. Returns those that fail, and why."""
         answers, refusals = list[ApiError | None](), dict[str, list[ApiError]]()
         for start in range(0, len(turns), GATES_AT_ONCE):
             answers += await asyncio.gather(*(self._write_gate(turn, refusals) for turn in turns[start : start + GATES_AT_ONCE]))
@@ -217,7 +217,7 @@ class PoolReconciler(_Reconciler):
         try:
             answer = await self.client.patch_condition(ref, turn.condition)
         except ApiError as error:
-            refused += [error] if isinstance(error, Forbidden) else []
+            refused += [error] if isinstance(error, Forbidden) or not error.status else []
             return error
         refused.clear()  # it was one pod that was forbidden, such as by a policy
         if home(answer) is not None and self.store.upsert(PODS.kind, answer):  # else nobody would tell us when it goes
@@ -303,6 +303,7 @@ class PoolReconciler(_Reconciler):
 
 #: The pool wakes its engines when it has keys; this is for the case that it was not looked at yet.
 WAIT_FOR_KEYS_SECONDS = 1.0
+PROBLEM_SECONDS = 60.0  # after which an engine with one is looked at again: no watch shows that somebody else's object goes
 POOL_WAIT_SECONDS = 5.0
 """For how long a new engine waits for its pool. Without one it starts alone, and starts again when the pool comes."""
 
@@ -349,6 +350,8 @@ class EngineReconciler(_Reconciler):
             self.wake(key, snapshot.incomplete_seconds)  # what is not known by then is gone
         if again is not None:
             raise again
+        if problem is not None:
+            self.wake(key, PROBLEM_SECONDS)
 
     def _hold(self, key: Key, engine: InferenceEngine) -> float:
         """Seconds that an engine which has no pods yet may still wait for its pool."""

@@ -207,9 +207,9 @@ class Operator:
         self._start("elections", elections.watch())
         self._start("lists", watches.compare())
         self._start("hub-secret", secret.guard(keys))
+        self.queue.sort(lambda key: key.kind != POOLS.kind)  # until then the hub rejects their clients
         for number in range(self.settings.workers):
             self._start(f"worker-{number}", worker.run())
-            self._start(f"slow-worker-{number}", worker.run_slow())
 
     def observed(self, resource: Resource, event_type: str | None, obj: Json) -> None:
         """`watch.Seen`: an object seen by a watch or a list."""

@@ -7,6 +7,7 @@ shape is client-go's workqueue. kopf offers no such thing for keys that many kin
 import asyncio
 import random
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -23,6 +24,7 @@ K = TypeVar("K", bound=Hashable)
 BACKOFF_FIRST_SECONDS = 0.1
 BACKOFF_MAX_SECONDS = 30.0
 RETRY_AFTER_MAX_SECONDS = 60.0
+NEWS_SECONDS = 1.0  # the longest backoff of a key that was added while it was in work
 SPREAD_SECONDS = 1.0
 
 
@@ -85,11 +87,15 @@ class WorkQueue(Generic[K]):
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         backoff = BACKOFF_FIRST_SECONDS * 2.0 ** min(failures, 16)
-        delay = max(min(RETRY_AFTER_MAX_SECONDS, at_least_seconds), min(BACKOFF_MAX_SECONDS, backoff))
-        self._again.pop(key, None)  # whatever was added meanwhile is covered by the retry, and must not defeat the backoff
+        longest = BACKOFF_MAX_SECONDS if self._again.pop(key, None) is None else NEWS_SECONDS
+        delay = max(min(RETRY_AFTER_MAX_SECONDS, at_least_seconds), min(longest, backoff))
         self._release(key)
         self.add_after(key, delay)
         return delay
+
+    def sort(self, order: Callable[[K], bool]) -> None:
+        """Serve the ready keys in this order, those of `False` first."""
+        self._ready = dict(sorted(self._ready.items(), key=lambda item: order(item[0])))
 
     def hurry(self) -> None:
         """The API server answers again: no key that failed waits out its backoff."""
@@ -131,16 +137,15 @@ class WorkQueue(Generic[K]):
 
 log = structlog.get_logger(__name__)
 DEADLINE_SECONDS = 60.0
-SLOW_SECONDS = 5.0
-"""A namespace where a try that failed took so long is slow for `ASIDE_SECONDS`: its webhooks hang, or the API server does."""
-ASIDE_SECONDS = 30.0
+SLOW_SECONDS = 5.0  # for how long a worker waits for a try: webhooks of the namespace may hang
+LANES = 4  # of a namespace, once tries of it take longer: in each, one key is served after the other
 Reconcile = Callable[[Key], Awaitable[None]]
 
 
 @dataclass(eq=False)
 class Worker:
-    """Serves keys of several kinds. Several workers may share one queue: call `run` and `run_slow` several times. The second serves slow
-    namespaces, which hold up no others.
+    """Serves keys of several kinds. Several workers may share one queue: call `run` several times. A namespace whose tries take long holds
+    up no other.
 
     `recheck`: after about how many seconds a healthy object is looked at again, by kind.
     """
@@ -149,25 +154,31 @@ class Worker:
     _reconcilers: Mapping[str, Reconcile]
     _recheck: Mapping[str, float]
     _problems: dict[Key, str] = field(default_factory=dict)
-    _slow: dict[str, float] = field(default_factory=dict)
-    """Until when a namespace is slow (monotonic)."""
-    _aside: asyncio.Queue[Key] = field(default_factory=asyncio.Queue)
+    _lanes: dict[tuple[str, int], deque[Key]] = field(default_factory=dict)
+    """Keys that wait behind a try that takes long, by namespace and number of the lane."""
 
     async def run(self) -> None:
-        while True:
-            key = await self._queue.get()
-            await asyncio.sleep(0)  # a key that needs no request never waits: others have their turn in between
-            if time.monotonic() < self._slow.get(key.namespace, 0.0):
-                self._aside.put_nowait(key)
-            else:
-                await self._serve(key)
+        async with asyncio.TaskGroup() as tries:
+            while True:
+                key = await self._queue.get()
+                await asyncio.sleep(0)  # a key that needs no request never waits: others have their turn in between
+                name = key.namespace, hash(key) % LANES
+                if (lane := self._lanes.get(name)) is not None:
+                    lane.append(key)
+                    continue
+                this = tries.create_task(self._serve(key))
+                _, slow = await asyncio.wait([this], timeout=SLOW_SECONDS)
+                if slow and name not in self._lanes:
+                    self._lanes[name] = deque()
+                    tries.create_task(self._follow(name, this))
 
-    async def run_slow(self) -> None:
-        while True:
-            await self._serve(await self._aside.get())
+    async def _follow(self, name: tuple[str, int], slow: asyncio.Task[None]) -> None:
+        await asyncio.wait([slow])
+        while lane := self._lanes[name]:
+            await self._serve(lane.popleft())
+        del self._lanes[name]
 
     async def _serve(self, key: Key) -> None:
-        began = time.monotonic()
         try:
             async with asyncio.timeout(DEADLINE_SECONDS):
                 await self._reconcilers[key.kind](key)
@@ -175,8 +186,6 @@ class Worker:
             self._served(key, "gone")
         except Exception as error:
             self._failed(key, error)
-            if time.monotonic() > began + SLOW_SECONDS:
-                self._slow[key.namespace] = time.monotonic() + ASIDE_SECONDS
         else:
             self._served(key, "ok")
             if key.kind in self._recheck:

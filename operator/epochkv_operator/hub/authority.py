@@ -66,7 +66,7 @@ class KubernetesAuthority:
     _lease: LeaseHolder
     _statuses: StatusWriter
     _proofs: Proofs
-    deadline_seconds: float = 3.0
+    deadline_seconds: float = 2.5  # less than the hub waits, so that its log has our reason
     _pools: dict[str, ObjectRef] = field(default_factory=dict)
     _new: set[str] = field(default_factory=set)
     _granted: set[str] = field(default_factory=set)

@@ -229,16 +229,16 @@ class HubService:
         served = self._served.get(uid)
         if served is None:
             self._authority.register(uid, metadata.namespace, metadata.name, new=new)
+            self._server.set_pool(config)  # rejects a key that another pool has
             self._served[uid] = _Served(key, config, keys, PoolHistory(), time.monotonic())
-            self._server.set_pool(config)
             self._server.request(uid, pool.spec.reset_epoch)
             return
         if len(accepted) > len(served.config.client_public_keys):
             served.old_key_used_at = time.monotonic()
         served.keys = keys
         if served.config != config:
-            served.config = config
             self._server.set_pool(config)
+            served.config = config
 
     def forget(self, namespace: str, name: str) -> list[str]:
         """The pool is gone. Returns the uids that were served under its name."""

@@ -367,10 +367,10 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
     budget = podspec.budget(selector, 1 if is_zero(lost) else lost)
     return [
         engine_object("ServiceAccount", engine, context, {"automountServiceAccountToken": False}, engine_account(engine.metadata.name)),
+        *(wiring.engine_policy(engine, pool, context) if pool is not None else []),  # no pod runs before it
         _workload(engine, pool, context),
         engine_object("Service", engine, context, {"spec": service}),
         engine_object("PodDisruptionBudget", engine, context, budget),
-        *(wiring.engine_policy(engine, pool, context) if pool is not None else []),
         *wiring.engine_monitor(engine, leader_selector(engine), context, tls=serves_tls(engine.spec)),
     ]
 

@@ -66,6 +66,7 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     mooncake = pool.mooncake
     if mooncake is None:
         return objects
+    objects += wiring.pool_policies(pool, context)  # no pod runs before them
     masters, stores = component_selector(pool.metadata.name, "master"), component_selector(pool.metadata.name, "store")
     objects.append(child("Deployment", "master", {"spec": _master(pool, mooncake, context)}))
     if not wiring.etcd_endpoints(mooncake):  # through etcd, clients find the leader by themselves
@@ -77,7 +78,6 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
         child("StatefulSet", "store", {"spec": _store(pool, mooncake, context)}),
         child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
         child("PodDisruptionBudget", "store", podspec.budget(stores)),
-        *wiring.pool_policies(pool, context),
         *wiring.pool_monitors(pool, context),
     ]
 

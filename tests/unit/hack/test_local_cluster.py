@@ -1,7 +1,6 @@
 """What `make demo` stands on: programs and images that are built again when they have to, addresses, kind, and processes that end."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,18 +16,6 @@ from hack.cluster.process import ProcessTable, start_time
 from hack.cluster.provider import ClusterError
 from hack.images import recipe
 from hack.waiting import poll
-
-CLUSTER = binaries.MODULES[0]
-
-
-@pytest.mark.parametrize("file", ["go.mod", "go.sum", "main.go", "pause/main.go"])
-def test_key_changes_with_each_file(tmp_path: Path, file: str) -> None:
-    shutil.copytree(binaries.TOOLS, tmp_path / "tools")
-    before = binaries.module_hash(CLUSTER, "go1.26.0", tmp_path / "tools")
-    assert binaries.module_hash(CLUSTER, "go1.26.0", tmp_path / "tools") == before
-    with (tmp_path / "tools/cluster" / file).open("a") as handle:
-        handle.write("\n")
-    assert binaries.module_hash(CLUSTER, "go1.26.0", tmp_path / "tools") != before
 
 
 def test_a_demo_does_not_wait_for_what_only_tests_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,7 +143,7 @@ FOREIGN = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}
         # An engine named like a pool's master must not take its Deployment over.
         (
             lambda: plan_engine(engine(name="policy-master"), pool(), Observed(settle_pool()), CONTEXT),
-            "Deployment rl/policy-master belongs to KVCachePool policy: rename one of the two",
+            "rl/policy-master belongs to KVCachePool policy: rename one of the two",
         ),
         (lambda: plan_pool(pool(uid=ANOTHER), Observed(settle_pool()), CONTEXT), "belongs to a deleted KVCachePool of the same name"),
         (lambda: plan_engine(engine(), pool(), Observed([FOREIGN]), CONTEXT), "is not controlled by this operator"),

@@ -349,6 +349,25 @@ def test_masters_that_elect_nobody_any_more_are_replaced_at_once() -> None:
     assert client.annotations == {"epochkv.io/applied-hash": None}, "cut off between the two, it still differs"
 
 
+class Quota(Client):
+    async def apply(self, resource: Resource, namespace: str, body: Json) -> Json:
+        if resource.kind == "Deployment":
+            raise Invalid(422, "Invalid", "exceeded quota", "PATCH")
+        return await super().apply(resource, namespace, body)
+
+    async def delete(self, resource: Resource, *_: Any) -> None:
+        self.applied.append("deleted")
+
+
+@pytest.mark.parametrize("live", [(), plan_pool(pool("l1-l2"), Observed(), CONTEXT).apply], ids=["new", "replaces"])
+def test_a_workload_that_is_refused_holds_up_others_where_it_replaces_something(live: tuple[Json, ...]) -> None:
+    client, seen = Quota(LIVES), Observed([{**obj, "metadata": {**obj["metadata"], "uid": obj["kind"]}} for obj in live])
+    done = Executor(client, Store(indexed)).bring_about("pool", seen, lambda seen: plan_pool(pool("ha"), seen, CONTEXT))
+    problem, _ = asyncio.run(done)
+    assert (problem and problem.reason, "deleted" in client.applied) == ("ApplyRefused", False)
+    assert ("policy-store" in client.applied) is (not live)
+
+
 A, B = "aa" * 16, "bb" * 16
 
 
