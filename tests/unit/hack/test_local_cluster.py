@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hack.cluster import binaries, config
 from hack.cluster.kind import AGREE, KindCluster
@@ -16,6 +17,18 @@ from hack.cluster.process import ProcessTable, start_time
 from hack.cluster.provider import ClusterError
 from hack.images import recipe
 from hack.waiting import poll
+
+
+def test_no_manifest_sets_the_epoch_and_the_demos_reference_is_its_engine_without_a_cache() -> None:
+    files = {
+        path: [obj["spec"] for obj in yaml.safe_load_all(path.read_text()) if obj and "spec" in obj]
+        for path in Path("config").glob("*/*.yaml")
+    }
+    assert all("resetEpoch" not in spec for specs in files.values() for spec in specs)
+    (engine,), (reference,) = (files[Path(f"config/demo/{name}.yaml")] for name in ("engine", "reference"))
+    same = ("model", "image", "env", "resources", "template")
+    assert {key: engine[key] for key in same} == {key: reference[key] for key in same}
+    assert ([*engine["args"], "--no-enable-prefix-caching"], "poolRef" in reference) == (reference["args"], False)
 
 
 def test_a_demo_does_not_wait_for_what_only_tests_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,10 +140,10 @@ FOREIGN = {"kind": "Service", "metadata": {"name": "rollout", "namespace": "rl"}
 @pytest.mark.parametrize(
     ("plan_of", "says"),
     [
-        # An engine named like a pool's master must not take its Deployment over.
+        # An engine named like a pool's master must not take its objects over.
         (
             lambda: plan_engine(engine(name="policy-master"), pool(), Observed(settle_pool()), CONTEXT),
-            "rl/policy-master belongs to KVCachePool policy: rename one of the two",
+            "NetworkPolicy rl/policy-master belongs to KVCachePool policy: rename one of the two",
         ),
         (lambda: plan_pool(pool(uid=ANOTHER), Observed(settle_pool()), CONTEXT), "belongs to a deleted KVCachePool of the same name"),
         (lambda: plan_engine(engine(), pool(), Observed([FOREIGN]), CONTEXT), "is not controlled by this operator"),

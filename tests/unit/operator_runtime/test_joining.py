@@ -32,7 +32,7 @@ Json = dict[str, Any]
 KEY = pool_key("rl", "policy")
 KEYS = made("h" * 40, 0)
 GOING = {7: "2026-01-01T00:00:00Z"}
-CLOSES = {"last": "c", "waits": "a", "closes": "b", "strict": ""}
+CLOSES = [("last", "False", "c"), ("waits", "False", "a"), ("closes", "False", "b"), ("strict", "False", "")]
 
 
 class ApiServer(KubeClient):
@@ -237,23 +237,11 @@ def test_gates_open_where_the_pool_lets_nobody_join_any_more(monkeypatch: pytest
     server.refused = {"of-team"}
     assert opened(8, "elsewhere") == ["NotGated of-refused"]
     opens = [("of-team", "True", "a"), ("of-team", "True", ""), *((str(number), "True", "b") for number in range(8))]
-    gates = [
-        *[("no right", "True", "c")] * 40,
-        *[("mute", "True", "d")] * 40,
-        *((name, "False", group) for name, group in CLOSES.items()),
-        *opens,
-    ]
+    gates = [*[("no right", "True", "c")] * 40, *[("mute", "True", "d")] * 40, *CLOSES, *opens]
     turns = [Turn(pod(name, 0.0, group), {**closed, "status": status, "reason": status}, group) for name, status, group in gates]
     assert isinstance(asyncio.run(pools._turn(KEY, "u", Serving(turns=tuple(turns)))), Unavailable)
     found = [*server.asked[-26:], Key("Pod", "b", "7") in {call.args[0] for call in wake.mock_calls}]  # answers may bring other news
-    assert found == [
-        *["True no right"] * 8,
-        *["True mute"] * 8,
-        *(f"True {number}" for number in range(8)),
-        "False closes",
-        "False strict",
-        True,
-    ]
+    assert found == [*["True no right"] * 8, *["True mute"] * 8, *map("True {}".format, range(8)), "False closes", "False strict", True]
 
 
 def pending(seconds: float, name: str, namespace: str, waiting: str = "PodInitializing") -> Json:
