@@ -284,7 +284,7 @@ LEFT_OUT = {
     "cos_sin_cache": "rotary tables are made of the configuration, which the fingerprint has, and may be cast or grown later",
     "kv_cache": "what is named, not what names",
     "workspace": "scratch memory of kernels",
-    "expert_map": "which rank has which expert: the layout, not the weights",
+    **dict.fromkeys(("expert_map", "expert_mask", "expert_local_to_global"), "which rank has which expert: the layout, not the weights"),
 }
 """Names, or ends of names behind an underscore, of tensors that are not weights, and why."""
 
@@ -336,7 +336,7 @@ def homes(worker: Any) -> Iterator[Home]:
         _check_visible(name, module, num_bytes)
 
 
-_EXPERTS = re.compile(r"(?:^|\.)(?:routed_)?experts\.(?:(?:(?:quant_method\.)?(?:w13|w2)_|_b12x_prepared_experts\.).*)?$")
+_EXPERTS = re.compile(r"(?:^|\.)(?:routed_)?experts\.(?:(?:(?:quant_method\.)?(?:w13|w2|g[12]|gemm[12])_|_b12x_prepared_experts\.).*)?$")
 
 
 def is_of_experts(name: str) -> bool:

@@ -37,6 +37,8 @@ NEVER = 1 << 62
 LOOK_SECONDS = 0.1
 """Between two looks at what the others say: a call to one rank alone is known on all others so much later, or behind the next pass."""
 PAUSE_SECONDS = 5.0
+SAID = "epochkv/said"
+"""The store's count of what ranks have said."""
 
 T = TypeVar("T")
 Column = bytes
@@ -60,6 +62,7 @@ class Store(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: list[str]) -> bool: ...
 
 
@@ -187,13 +190,15 @@ class Peers:
         self._keys = [f"epochkv/holds/{number}" for number in range(size)]
         self._rank, self._store, self._changed = rank, store, changed
         self._holds = UNKNOWN, b""  # both at once, or `foretold` were of weights that nobody had
-        self._said = threading.Event()
+        self._lock, self._said = threading.Lock(), threading.Event()
         self._over = False
         threading.Thread(target=self._follow, name="epochkv-domain", daemon=True).start()
 
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
         """This rank holds weights of this digest now (see `domain_digest`); None: it does not know."""
-        self._holds = (own or UNKNOWN) + time.monotonic_ns().to_bytes(8, "little"), rest  # each time something else
+        with self._lock:
+            self.foretold = self.foretold if own is not None else None  # at once, as the store may hang
+            self._holds = (own or UNKNOWN) + time.monotonic_ns().to_bytes(8, "little"), rest  # each time something else
         self._said.set()
 
     def stop(self) -> None:
@@ -203,7 +208,8 @@ class Peers:
 
     def _follow(self) -> None:
         told: bytes | None = None
-        heard: list[bytes] = []
+        announced: bytes | None = None
+        count, heard, known = 0, list[bytes](), [UNKNOWN]
         while not self._over:
             self._said.wait(LOOK_SECONDS)
             self._said.clear()
@@ -211,18 +217,24 @@ class Peers:
             try:
                 if own != told:
                     self._store.set(self._keys[self._rank], own)
+                    self._store.add(SAID, 1)
                     told = own
-                missing = [] if self._store.check(self._keys) else [key for key in self._keys if not self._store.check([key])]
-                self.missing = ", ".join(key.rpartition("/")[2] for key in missing)
-                known = self._store.multi_get(self._keys) if not missing else [UNKNOWN]
+                before, count = count, self._store.add(SAID, 0)
+                if count != before:  # else each look of each rank would read what all have said
+                    missing = [] if self._store.check(self._keys) else [key for key in self._keys if not self._store.check([key])]
+                    self.missing = ", ".join(key.rpartition("/")[2] for key in missing)
+                    known = self._store.multi_get(self._keys) if not missing else [UNKNOWN]
             except Exception as error:  # the domain ends, or its first rank does not answer
                 logger.debug("EpochKV: the ranks of the domain cannot be asked: %r", error)
-                known, told = [UNKNOWN], None
+                known, told, count = [UNKNOWN], None, 0
             held = [one[:TOLD_BYTES] for one in known]
-            before, self.foretold = self.foretold, None if UNKNOWN in held else domain_digest(held, rest)
+            with self._lock:
+                if self._holds[0] == own:  # else it is of what this rank has held
+                    self.foretold = None if UNKNOWN in held else domain_digest(held, rest)
             self.changes += known != heard
             heard = known
-            if self.foretold != before:
+            if self.foretold != announced:
+                announced = self.foretold
                 self._changed()
             if told is None:
                 time.sleep(PAUSE_SECONDS)

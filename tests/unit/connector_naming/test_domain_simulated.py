@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -306,7 +307,7 @@ MakeWorld = Callable[..., World]
 @pytest.fixture
 def make_world(monkeypatch: Patch) -> Iterator[MakeWorld]:
     """Worlds by seed and kind of ranks, which tell the time by their world's clock."""
-    with ThreadPoolExecutor(RANKS) as pool:
+    with ThreadPoolExecutor(4) as pool:
 
         def make(seed: int, kind: type[Rank] = Rank) -> World:
             world = World(seed, pool, kind)
@@ -335,7 +336,7 @@ def run(make_world: MakeWorld) -> Callable[[int], int]:
 
     def schedules(number: int) -> int:
         stored = 0
-        for seed in range(number):
+        for seed in (*range(number), 167, 1058, 1253):  # the latter: a call hides what a rank wrote past vLLM
             world = make_world(seed)
             world.run()
             stored += len(world.store)
@@ -352,10 +353,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("drafts", [False, True])
-def test_no_block_is_found_or_stored_that_its_name_does_not_describe(run: Callable[[int], int], drafts: bool, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("drafts", "ranks"), [(False, 2), (True, 2), (True, 4)])
+def test_no_block_is_found_or_stored_that_its_name_does_not_describe(
+    run: Callable[[int], int], drafts: bool, ranks: int, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr(World, "drafts", drafts)
-    assert run(SCHEDULES) > 5 * SCHEDULES, "blocks are stored"
+    monkeypatch.setattr(f"{__name__}.RANKS", ranks)
+    assert run(2 * SCHEDULES // ranks) > 5 * SCHEDULES, "blocks are stored"
 
 
 def test_a_call_that_leaves_the_weights_as_they_are_costs_no_name(quiet: World) -> None:
@@ -708,15 +712,18 @@ def test_a_rank_that_suspects_while_others_are_asked_foretells_nothing_that_nobo
 
     class Asked(HashStore):
         def multi_get(self, keys: list[str]) -> list[bytes]:
-            peers.say(None)
+            if foretold:
+                peers.say(None)
             return super().multi_get(keys)
 
     store, held = Asked(), bytes([7]) * TOLD_BYTES
     peers = Peers(2, 0, store, lambda: foretold.append(peers.foretold))
     eventually(lambda: peers.missing == "1")
     store.set("epochkv/holds/1", held)
-    peers.say(held, b"rest")
-    eventually(lambda: len(foretold) == 2)
+    for number in (1, 2):
+        peers.say(held, b"rest")
+        eventually(lambda number=number: len(foretold) == number)
+    time.sleep(3 * domain.LOOK_SECONDS)
     peers.stop()
     assert (peers.missing, foretold) == ("", [domain_digest([held, held], b"rest"), None])
 
@@ -726,6 +733,8 @@ def test_a_rank_that_suspects_while_others_are_asked_foretells_nothing_that_nobo
     [
         ("model.layers.0.mlp.experts.routed_experts.w13_weight", True),
         ("model.layers.0.mlp.experts.w2_weight_scale_inv", True),
+        ("model.layers.0.mlp.experts.g1_alphas", True),
+        ("model.layers.0.mlp.experts.gemm1_clamp_limit", True),
         ("model.layers.0.mlp.experts.", True),  # packed away
         ("model.layers.0.mlp.experts.quant_method.w2_precision_config.weight_scale.storage.data", True),
         ("model.layers.0.mlp.experts._b12x_prepared_experts.w1", True),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +227,14 @@ def test_who_asks_during_a_long_call_hears_that_weights_are_written_and_the_hub_
     world.watch.called(idle=True)
     assert world.log == ["ask", ("hold", known[0])], "also where it has changed nothing: heartbeats said otherwise"
     assert (world.watch.tells(), world.watch.updating) == (known, False)
+
+
+def test_a_rank_that_says_nothing_is_named(world: World) -> None:
+    one: Any = world.watch
+    one.told, one._peers = (None, watch.NO_PASS), SimpleNamespace(foretold=None, missing="3")
+    assert one.tells()[1].startswith("data-parallel rank 3 has not been heard from")
+    one._peers.missing = ""
+    assert one.tells() == (None, watch.NO_PASS)
 
 
 def test_a_transfer_that_was_started_is_an_update_until_it_is_finished(world: World) -> None:
