@@ -109,9 +109,9 @@ COUNTERS: tuple[Family, ...] = (
     _family("blocks", "blocks", "Blocks moved, by what happened to them.", label="event", blocks_loaded="loaded",
         blocks_prefetched="prefetched", blocks_saved="saved", blocks_stored="stored"),
     _family("evictions", "blocks", "Blocks evicted from L1."),
-    _family("evictions_saved", "blocks", "Blocks evicted from L1 that this engine had computed."),
-    _family("evictions_unread", "blocks", "Of these, blocks that no request had loaded: with `save`, fewer of them."),
-    _family("evictions_unused", "blocks", "Blocks fetched for a queued request, and evicted from L1 before any request loaded them."),
+    _family("dropped_saved", "blocks", "Blocks that this engine had computed, and that left L1: evicted, doubted, or by a reset or sleep."),
+    _family("dropped_unread", "blocks", "Of these, blocks that no request had loaded: with `save`, fewer of them."),
+    _family("dropped_unused", "blocks", "Blocks fetched for a queued request, and dropped from L1 before any request loaded them."),
     _family("acks_ignored", "acknowledgements", "Acknowledgements of jobs that are not open."),
     # bytes and seconds, as the workers see them, all ranks together
     _family("load_bytes", "bytes", "Bytes loaded. L1: host memory to device (every load); L2: store to host memory.", label="tier",

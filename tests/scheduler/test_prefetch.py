@@ -18,13 +18,13 @@ OTHERS = prompt(3, len(TOKENS))
 def busy(make_rig: MakeRig) -> Callable[..., Any]:
     """An engine that serves one request at a time, and is busy with one; another engine has stored `TOKENS` and `OTHERS`."""
 
-    def make(layout: tuple[str, ...] = ("full",), **options: Any) -> Any:
+    def make(layout: tuple[str, ...] = ("full",), first: list[int] = LONG, **options: Any) -> Any:
         store = SharedStore()
         writer = make_rig(store=store, groups=layout, num_blocks=64, epoch=0)
         writer.serve(TOKENS)
         writer.serve(OTHERS)
-        rig = make_rig(store=store, groups=layout, num_blocks=64, max_num_seqs=1, epoch=0, **options)
-        rig.add(LONG, max_tokens=20, request_id="first")
+        rig = make_rig(store=store, groups=layout, **{"num_blocks": 64, "max_num_seqs": 1, **options}, epoch=0)
+        rig.add(first, max_tokens=20, request_id="first")
         rig.step()
         store.fetched.clear()
         return rig
@@ -58,6 +58,15 @@ def test_a_request_that_waits_finds_its_blocks_in_l1(busy: Callable[..., Any], l
     assert rig.cached[waiting.request_id] == WHOLE
     assert len(rig.store.fetched) == fetched, "nothing is fetched twice"
     assert (stats(rig)["loads_done"], stats(rig)["blocks_loaded"]) == (1, fetched)
+
+
+def test_a_hit_that_vllm_has_no_memory_for_comes_meanwhile(busy: Callable[..., Any]) -> None:
+    rig = busy(first=prompt(2, 40 * BLOCK), num_blocks=46, max_num_seqs=4)
+    waiting = rig.add(TOKENS)
+    rig.steps(6)
+    assert (len(rig.store.fetched), stats(rig)["slots_reserved"], waiting.num_computed_tokens) == (WHOLE // BLOCK, 0, 0)
+    rig.run()
+    assert (rig.cached[waiting.request_id], len(rig.store.fetched)) == (WHOLE, WHOLE // BLOCK)
 
 
 @pytest.mark.parametrize("ended", ["names", "request"])
@@ -125,7 +134,7 @@ def test_one_step_walks_along_one_prompt() -> None:
     index = SimpleNamespace(indexed=True, num_slots=64, num_available=64)
     named: Any = (
         SimpleNamespace(index=index),
-        SimpleNamespace(unasked=lambda name: name, is_stale=lambda query: False),
+        SimpleNamespace(unasked=lambda name: SimpleNamespace(name=name), is_stale=lambda query: False),
         SimpleNamespace(paused=False),
     )
     prefetches = Prefetches(*named, missing=lambda query: walked.append(query) or ())  # type: ignore[arg-type, func-returns-value]

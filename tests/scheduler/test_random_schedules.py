@@ -67,6 +67,7 @@ class Chaos:
         held = [job for worker in self.rig.workers for job in worker.loads if any(m.source is Tier.STORE for m in job.moves)]
         if held:
             self.num_held += 1
+        assert self.rig.tiers.leak_report()["prefetches"] <= 1
         if self.rig.pins.root.refresh().in_use or any(self.rig.tiers.leak_report()[name] for name in ("loads", "prefetches", "busy_slots")):
             self.fetched_in_bypass = None
         elif self.store is not None:

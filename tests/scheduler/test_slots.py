@@ -41,10 +41,10 @@ def check_fills_and_evicts(rig: Any, num_slots: int) -> None:
     newest = range(num_prompts - num_slots // BLOCKS, num_prompts)
     assert [serve_again(rig, seed) for seed in reversed(newest)] == [WHOLE] * len(newest)
     assert serve_again(rig, 0) == 0
-    assert stats["evictions_unread"] == stats["evictions"], "nobody had loaded any of them"
+    assert stats["dropped_unread"] == stats["evictions"], "nobody had loaded any of them"
     for seed in newest:
         rig.serve(prompt(1000 + seed, LENGTH))
-    assert rig.tiers.stats()["evictions_unread"] < rig.tiers.stats()["evictions"]
+    assert rig.tiers.stats()["dropped_unread"] < rig.tiers.stats()["evictions"]
     assert [worker.bad_jobs for worker in rig.workers] == [[]] * len(rig.workers)
     assert rig.tiers.stats()["loads_failed"] == 0
 

@@ -218,6 +218,10 @@ class PlanTable:
             self.num_held -= plan.num_held
         return plan
 
+    def asked_in(self, step: int) -> list[Plan]:
+        """Those asked for in this step, and not accepted."""
+        return list(itertools.takewhile(lambda plan: plan.asked_step == step, reversed(self._plans.values())))
+
     def pop_oldest_holder(self) -> Plan | None:
         """Take out the least recently asked plan that holds anything."""
         holder = next((plan for plan in self._plans.values() if plan.num_held), None)
@@ -240,9 +244,6 @@ class PlanTable:
         self.num_held = 0
         return plans
 
-
-RING_SHARE = 8
-"""A load through the staging ring gets at most this part of it: several go on at a time, and saves find slots, too."""
 
 SLOT_WAIT_STEPS = 2
 """So many steps a hit that lacks slots waits for saves to give theirs back. An engine without work takes no step, so puts that have
@@ -438,11 +439,10 @@ class HitPlanner:
         plan.clear()
 
     def _slots_for(self, num_missing: int) -> int:
-        """How many slots fetch so many blocks: one for each where they stay, a share of a ring where they pass through."""
-        if self._index.indexed:
-            return num_missing
-        share = max(1, self._index.num_slots // RING_SHARE)
-        return min(num_missing, share, max(1, self._index.num_available))
+        """How many slots fetch so many blocks: one for each where they stay; of a ring that they pass through, a third of what is left, so
+        that the next loads and saves find some, too.
+        """
+        return num_missing if self._index.indexed else min(num_missing, max(1, self._index.num_available // 3))
 
     def _open(self, plan: Plan, now: float) -> None:
         if not plan.num_tokens:
@@ -489,7 +489,12 @@ class HitPlanner:
         self.prefetches.release_all()
 
     def end_step(self) -> None:
-        """Age the plans; the next step has its own share of waiting."""
+        """Age the plans; the next step has its own share of waiting. What vLLM has left, as it has no room for it, may come early."""
+        for plan in self.plans.asked_in(self._step):
+            if plan.num_missing and self.prefetches.offer(plan.request_id):
+                self.plans.pop(plan.request_id)
+                self._count["plans_aborted"] += 1
+                self.release(plan)
         self._step += 1
         for plan in self.plans.pop_expired(self._step, self._state.clock()):
             self._count["plans_expired"] += plan.num_held > 0

@@ -10,8 +10,8 @@ after a few failures in a row L2 is not asked for a while, then one load goes ah
 succeeds. Saves go on. A block that fails again and again counts as absent instead (`tiers.state.Doubts`).
 
 Blocks of a request that waits for its turn come from L2 into L1, so that the wire works meanwhile. A request whose query is
-answered, and that vLLM has not asked about by the end of a step, waits behind others. A *prefetch* is a load job without GPU
-blocks: what it brings is in L1 when vLLM asks. Until then vLLM is told to ask again.
+answered, and that vLLM has not asked about by the end of a step, waits behind others; one whose hit vLLM has left waits for GPU blocks.
+A *prefetch* is a load job without GPU blocks: what it brings is in L1 when vLLM asks. Until then vLLM is told to ask again.
 
     prefetches under way <= 1, so one of the store client's threads is left to loads
     slots prefetched for requests that have not taken their hit <= num_slots / PREFETCH_SHARE
@@ -57,6 +57,7 @@ class Query:
     request: RequestView
     deadline: float
     asked: bool = False  # vLLM has considered the request since
+    fetched: bool = False  # nothing of it was left to fetch
     found: frozenset[Key] | None = None
     late: bool = False  # past its deadline: go on without L2
     failed: bool = False  # L2 said nothing, so nothing is `found`
@@ -129,6 +130,14 @@ class Lookups:
         if query.found is None:
             query.found = self._collect(query)
         return query
+
+    def is_left(self, request_id: str) -> bool:
+        """Whether L2 may have some of it left to fetch. vLLM has considered the request, and left it: it counts as not asked again."""
+        query = self._queries.get(request_id)
+        if query is None or query.found is None or query.fetched:
+            return False
+        query.asked = False
+        return True
 
     def give_up(self, request_id: str) -> None:
         """The request goes on without L2, if it has an open query."""
@@ -283,6 +292,17 @@ class Prefetches:
         if self._index.indexed:
             query.answer.add_done_callback(lambda _: (self._answered.appendleft if again else self._answered.append)(request_id))
 
+    def offer(self, request_id: str) -> bool:
+        """vLLM has left the request's hit until it has GPU blocks for it. Whether the hit comes from L2 meanwhile."""
+        if self._index.indexed and not self._under_way and self._room() > 0 and self._lookups.is_left(request_id):
+            self._answered.appendleft(request_id)
+            return True
+        return False
+
+    def _room(self) -> int:
+        room = min(self._index.num_slots // PREFETCH_SHARE - self._num_slots, self._index.num_available, MOST_PREFETCHED)
+        return 0 if self._pause.paused else room
+
     def is_open(self, request_id: str) -> bool:
         return request_id in self._under_way.values()
 
@@ -309,12 +329,9 @@ class Prefetches:
                     self.release(request_id)
                 del self._under_way[job_id]
         cancelled, self._cancelled = tuple(self._cancelled), []
-        if self._pause.paused:
-            self._answered.clear()
         while self._answered and not self._under_way:
             first = self._answered.popleft()  # whoever is put in front of it meanwhile stays
-            query = self._lookups.unasked(first)
-            room = min(self._index.num_slots // PREFETCH_SHARE - self._num_slots, self._index.num_available, MOST_PREFETCHED)
+            query, room = self._lookups.unasked(first), self._room()
             if query is not None and room <= 0:
                 self._answered.appendleft(first)
                 break
@@ -322,6 +339,7 @@ class Prefetches:
                 missing = self._missing(query)
                 if missing:
                     return (self._begin(query, missing[:room]),), cancelled
+                query.fetched = True
                 break  # that was a walk along a whole prompt: one for each step
         return (), cancelled
 

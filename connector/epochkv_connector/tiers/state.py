@@ -245,15 +245,16 @@ class HostIndex:
 
     Attributes:
         evictions: blocks that made room.
-        evictions_saved, evictions_unread: those of them that this engine had computed, and of these, those that no request has loaded.
-        evictions_unused: those that were fetched for a request that has not loaded them.
+        dropped_saved, dropped_unread: those that this engine had computed and that left the index, however; and of these, those
+            that no request has loaded.
+        dropped_unused: those that were fetched for a request that has not loaded them.
         num_reserved: slots promised and not yet allocated.
     """
 
     def __init__(self, num_slots: int, num_groups: int, indexed: bool = True, on_evict: Callable[[Key], None] | None = None) -> None:
         self.num_slots = num_slots
         self.indexed = indexed
-        self.evictions = self.evictions_saved = self.evictions_unread = self.evictions_unused = 0
+        self.evictions = self.dropped_saved = self.dropped_unread = self.dropped_unused = 0
         self._unread: set[int] = set()  # no request has loaded what they hold
         self._saved: set[int] = set()  # it was computed here
         self._on_evict = on_evict
@@ -357,11 +358,6 @@ class HostIndex:
             pass  # in the order again when it is released
         self._unname(slot)
         self.evictions += 1
-        if slot in self._saved:
-            self.evictions_saved += 1
-            self.evictions_unread += slot in self._unread
-        else:
-            self.evictions_unused += slot in self._unread
         return slot
 
     def insert(self, slot: int, group: int, block_hash: bytes) -> bool:
@@ -392,6 +388,11 @@ class HostIndex:
         self._idle.pop(slot, None)
         self._dead.pop(slot, None)
         del self._maps[name[0]][name[1]]
+        if slot in self._saved:
+            self.dropped_saved += 1
+            self.dropped_unread += slot in self._unread
+        else:
+            self.dropped_unused += slot in self._unread
         if self._on_evict is not None:
             self._on_evict(name)
 

@@ -72,7 +72,7 @@ def test_a_block_that_was_fetched_and_read_is_no_saved_block_that_was_read() -> 
     index.read([slot])
     index.unpin([slot])
     index.allocate(2)
-    assert (index.evictions, index.evictions_saved, index.evictions_unread, index.evictions_unused) == (2, 1, 1, 0)
+    assert (index.evictions, index.dropped_saved, index.dropped_unread, index.dropped_unused) == (2, 1, 1, 0)
 
 
 SIZE = 16

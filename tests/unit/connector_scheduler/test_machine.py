@@ -320,5 +320,5 @@ def test_the_schedules_exercise_what_they_claim(mode: tuple[bool, bool]) -> None
     expected = ["plans_committed", "plans_aborted", "plans_expired", "plans_dropped", "loads_failed", "saves_deferred"]
     expected += ["evictions"] if mode[0] else []
     expected += ["queries_late", "queries_failed", "lookups_deferred"] if mode[1] else []
-    expected += ["blocks_prefetched", "evictions_unused"] if all(mode) else []
+    expected += ["blocks_prefetched", "dropped_unused"] if all(mode) else []
     assert {name for name in expected if not seen[name]} == set()
