@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.multimodal import inputs as mm
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.multimodal.parse import AudioProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.pooling_params import PoolingParams
 from vllm.renderers.base import BaseRenderer
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched import output
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request
@@ -95,6 +97,15 @@ def test_ids_of_clients_are_shared_where_the_user_vouches_for_them(make_rig: Mak
     for found in (0, WHOLE):
         assert serve(rig, "holiday.png", 2) == found
         push_out(rig)
+
+
+def test_media_that_a_hit_covers_are_sent_all_the_same(make_rig: MakeRig) -> None:
+    """Named anew, the request computes them; vLLM's first runner of models is sent them once."""
+    make_rig()
+    strip = getattr(output, "strip_covered_mm_data", None) or pytest.skip("this vLLM sends all")
+    data = mm.MultiModalKwargsItem({"pixels": mm.MultiModalFieldElem(torch.zeros(4), mm.MultiModalBatchedField())})
+    feature = MultiModalFeatureSpec(data, "image", "a", PlaceholderRange(offset=1, length=PATCHES))
+    assert strip([feature], len(TOKENS), uses_mrope=False) == [feature]
 
 
 @pytest.mark.parametrize("options", [{}, {"sampling_rate": 8000}], ids=["as it is", "hashed with options"])

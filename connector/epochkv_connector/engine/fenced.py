@@ -135,6 +135,8 @@ def _check_engine(vllm_config: Any) -> None:
 
     limits.check_parallel(vllm_config.parallel_config)
     limits.check_encoder_transfer(vllm_config)
+    if hasattr(drafts := vllm_config.speculative_config, "disable_lookahead_block_hashes"):
+        drafts.disable_lookahead_block_hashes = True  # 0.33: a block's hash would be of tokens after it, too, as our names are not
     kind = vllm_config.scheduler_config.get_scheduler_cls()
     if not (isinstance(kind, type) and issubclass(kind, Scheduler)):
         raise UnsupportedEngine(

@@ -143,6 +143,14 @@ def mend_hashes() -> None:
         wrap(kv_cache_utils, "_gen_mm_extra_hash_keys", lambda keys_of, *where: keys_of(*where[:3], max(where[3], 0)))
 
 
+def keep_covered_media() -> None:
+    """Send media with a new request though a hit covers them. Named anew and preempted, it computes them, and vLLM's first runner of models
+    gets them only once."""
+    from vllm.v1.core.sched import output
+
+    wrap(output, "strip_covered_mm_data", lambda strip, features, *args, **kwargs: features)
+
+
 class _Told(str):
     """An id that this process has marked. What a client or another front end sends with tensors is a plain string, whatever it says."""
 
@@ -157,6 +165,7 @@ def mark_media_ids() -> None:
     digests, and from the same id under another salt, in every cache: else what a client calls by another's digest would be found, and
     saved, under that digest. Ids that come with tensors count as a client's, and none is the same as one that was marked here.
     """
+    from vllm.multimodal import hasher
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.multimodal.processing import ProcessorInputs
     from vllm.v1.engine.input_processor import InputProcessor
@@ -196,6 +205,7 @@ def mark_media_ids() -> None:
             wrap(BaseRenderer, name, tokens)
     wrap(ProcessorInputs, "get_mm_hashes", hashes)
     wrap(InputProcessor, "_get_mm_identifier", identifier)
+    wrap(hasher, "_get_image_id_bytes", lambda *args: None)  # an id in a picture's metadata is its author's
     wrap(MultiModalFeatureSpec, "__init__", told)  # processors that are there already make them, too
 
 

@@ -364,6 +364,8 @@ class SchedulerRole:
             join(core, scheduler, ranks, watch, adapters, lambda work: self._guard.run("weights", work, weights.break_off))
         if scheduler is not None:
             self.stamps.join(scheduler, self._guard)
+            if not getattr(self._vllm_config, "use_v2_model_runner", False):
+                patches.keep_covered_media()
         self._guard.run("weights", watch.before_schedule, weights.break_off)
 
     def bind(self, manager: Any) -> None:
@@ -500,15 +502,13 @@ class FenceHooks:
 
     def __init__(self, role: SchedulerRole) -> None:
         self._role, self._root = role, role.pins.root
-        self.ready, self.busy, self.old_epoch_requests = self._root.ready, role.pins.busy, role.pins.old_epoch_requests
+        self.ready, self.isolated = self._root.ready, self._root.isolated
+        self.busy, self.old_epoch_requests = role.pins.busy, role.pins.old_epoch_requests
         self.labelled, self.tiers, self.reclaim = role.stamps.label, role.tiers_told, role.reclaim
 
     def adopt(self, epoch: int) -> None:
         self._root.adopt(epoch)
         self._role.state.tell_soon()
-
-    def isolated(self) -> bool:
-        return self._root.waiting_for_epoch
 
     def weights(self) -> tuple[bytes | None, str]:
         if lost := self._root.lost:
