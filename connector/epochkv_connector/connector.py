@@ -14,12 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from epochkv_connector.engine import blocks, describe, entry, interface, limits, patches, plugin
-from epochkv_connector.engine.interface import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from epochkv_connector.engine.interface import KVConnectorBase_V1, KVConnectorRole, KVConnectorTransferResults, SupportsHMA
 from epochkv_connector.guard import Guard
 from epochkv_connector.scheduler.role import SchedulerRole
 from epochkv_connector.stats import EpochKVPromMetrics, EpochKVStats, Reporter

@@ -77,11 +77,7 @@ class EpochKVPromMetrics(KVConnectorPromMetrics):
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._warn = Seldom(logger, AGAIN_SECONDS)

@@ -164,8 +164,7 @@ class RootState:
         """This engine's caches were reset alone; it waits for the pool's next epoch. Any thread."""
         return self._reset_at_epoch is not None and self.epoch <= self._reset_at_epoch
 
-    @property
-    def waiting_for_epoch(self) -> bool:
+    def isolated(self) -> bool:
         """It shares nothing before the pool's next epoch, which it has asked for: after a reset of its own, or blocks of other weights
         than their names say. Any thread."""
         return self.waiting_after_reset or (self.epoch, self.weights) in self._ended

@@ -213,13 +213,7 @@ class SharedState:
     """
 
     def __init__(
-        self,
-        pins: Pins,
-        tiers: TierManager | None,
-        on_error: Callable[[str, Exception], None],
-        core: Any | None,
-        *,
-        trust_media_ids: bool,
+        self, pins: Pins, tiers: TierManager | None, on_error: Callable[[str, Exception], None], core: Any | None, *, trust_media_ids: bool
     ) -> None:
         self.pins = pins
         self._trust_media_ids = trust_media_ids

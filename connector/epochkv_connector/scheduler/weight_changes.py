@@ -32,13 +32,7 @@ class WeightChanges:
     adapters: Adapters
 
     def __init__(
-        self,
-        state: SharedState,
-        admission: Admission,
-        link: Link,
-        core: Any | None,
-        scheduler: Any | None,
-        kept_own: Callable[[str], None],
+        self, state: SharedState, admission: Admission, link: Link, core: Any | None, scheduler: Any | None, kept_own: Callable[[str], None]
     ) -> None:
         self._core, self._scheduler, self._kept_own = core, scheduler, kept_own
         self._state, self._pins, self._requests, self._tiers = state, state.pins, state.requests, state.tiers

@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from epochkv_connector.config import ConnectorConfig
 from epochkv_fence.common import Seldom, is_name
 from epochkv_fence.launch import CLIENT_ENVIRONMENT
@@ -133,18 +135,9 @@ class StoreSettings:
     @classmethod
     def of(cls, config: ConnectorConfig) -> StoreSettings | None:
         """The L2 tier of a connector configuration; None: it has none."""
-        tier = config.distributed
-        if tier is None:
+        if config.distributed is None:
             return None
-        return cls(
-            master_address=tier.master_address,
-            metadata_server=tier.metadata_server,
-            protocol=tier.protocol,
-            device_name=tier.device_name,
-            cluster_id=tier.cluster_id,
-            gid_index=tier.gid_index,
-            verify_payload=config.verify == "full",
-        )
+        return cls(**msgspec.structs.asdict(config.distributed), verify_payload=config.verify == "full")
 
 
 _HOST = re.compile(r"(?:^|[/;,])\[?([^/;,\[\]]+?)\]?:[0-9]+(?=$|[/;,])")
@@ -379,12 +372,7 @@ class StoreConnection:
     """
 
     def __init__(
-        self,
-        settings: StoreSettings,
-        regions: Sequence[tuple[int, int]],
-        counters: Counters,
-        warn: Seldom,
-        on_down: Callable[[], None],
+        self, settings: StoreSettings, regions: Sequence[tuple[int, int]], counters: Counters, warn: Seldom, on_down: Callable[[], None]
     ) -> None:
         """`on_down` runs once whenever the breaker opens, on the thread that noticed."""
         self._settings = settings

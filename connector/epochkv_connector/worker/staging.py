@@ -87,12 +87,6 @@ def page_lock(address: int, num_bytes: int) -> None:
         raise RuntimeError(f"cudaHostRegister returned CUDA error {code}; {remedy}")
 
 
-def page_unlock(address: int) -> None:
-    """Give page-locked memory back to the driver. Never raises: a caller could do nothing about it."""
-    if runtime().cudaHostUnregister(ctypes.c_void_p(address)) != 0:
-        runtime().cudaGetLastError()
-
-
 def batch_copy(library: Any = None) -> Submit:
     """The fastest way that this CUDA runtime (default: the one that torch has loaded) has: one call for all, or one for each row."""
     library = library if library is not None else runtime()
@@ -416,7 +410,8 @@ class HostRegion:
         """Give page-locked memory back to the driver; the mapping itself lives as long as anybody refers to it."""
         pinned, self._pinned = self._pinned, []
         for address in pinned:
-            page_unlock(address)
+            if runtime().cudaHostUnregister(ctypes.c_void_p(address)) != 0:  # never raised: a caller could do nothing about it
+                runtime().cudaGetLastError()
 
     def _pin(self, limit: int) -> None:
         for start, size in pin_chunks(self.num_bytes, self.stride, limit):

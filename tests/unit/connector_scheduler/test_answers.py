@@ -1,12 +1,13 @@
 """What vLLM's front end makes of stamps: answers that it ends itself, and streams."""
 
 import asyncio
+import importlib
 import json
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from epochkv_connector.engine.answers import _batch, _make_output, _stream
+from epochkv_connector.engine.answers import _COMPLETION, _STREAMS, _batch, _make_output, _stream
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
 
 STAMP: Any = {"tokens": [{"from_token": 0, "weights": "aa"}, {"from_token": 5, "weights": "bb"}], "epoch": 1, "cached_tokens": {}}
@@ -32,6 +33,11 @@ def test_an_answer_that_ends_at_a_stop_string_has_the_stamp_of_its_tokens() -> N
     one = state(5)
     made(one, None, {KEY: STAMP})
     assert made(one, "stop", None) == {KEY: FIVE}
+
+
+def test_vllm_has_what_streams_come_from() -> None:
+    for module, owner, name in (*_STREAMS[:2], (*_COMPLETION, "request_output_to_completion_response")):
+        assert callable(getattr(getattr(importlib.import_module(module), owner), name))
 
 
 def test_an_answer_without_a_stamp_stays_as_it_is() -> None:

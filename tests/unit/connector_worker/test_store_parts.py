@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
 
@@ -209,6 +210,41 @@ def test_puts_behind_one_that_hangs_give_their_slots_back_when_there_is_no_room_
     go_on.set()
     assert runs.done.result(9) + large.done.result(9) == [StoreOutcome.OK] * 5
     assert client.close()
+
+
+def test_what_one_call_moved_is_told_while_the_next_one_carries_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    carried, told, go_on = SimpleQueue[int](), SimpleQueue[int](), SimpleQueue[None]()
+
+    def moved(keys: list[str], *rest: Any) -> list[int]:
+        carried.put(len(keys))
+        go_on.get(timeout=9)
+        return [0] * len(keys)
+
+    _, put = client_of(monkeypatch, lambda function: function(Mock(put=moved)))
+    ticket = put("abcdefghijklmnopqrstuvwx", 9)
+    ticket.on_progress = lambda outcomes: told.put(len(outcomes))
+    go_on.put(None)
+    assert [carried.get(timeout=9), carried.get(timeout=9), told.get(timeout=9), ticket.done.done()] == [4, 16, 4, False]
+    go_on.put(None)
+    go_on.put(None)
+    assert (ticket.done.result(9), carried.get(timeout=9)) == ([StoreOutcome.OK] * 24, 4)
+
+
+def test_questions_that_come_while_one_is_asked_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, go_on = SimpleQueue[list[str]](), threading.Event()
+
+    def exists(keys: list[str]) -> list[int]:
+        asked.put(keys)
+        go_on.wait(9)
+        return [int(key != "c") for key in keys]
+
+    client, _ = client_of(monkeypatch, lambda function: function(Mock(exists=exists)))
+    answers = [client.exists(["a"], 9)]
+    assert asked.get(timeout=9) == ["a"]
+    answers += [client.exists(keys, 9) for keys in (["b", "c"], ["d"])]
+    go_on.set()
+    assert [list(answer.result(9)) for answer in answers] == [[True], [True, False], [True]]
+    assert asked.get(timeout=9) == ["b", "c", "d"]
 
 
 def test_of_a_call_that_hung_nothing_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,23 +37,6 @@ def test_a_save_waits_for_the_forward_of_its_step() -> None:
     assert set(rig.block(4)) == {77}
 
 
-def test_blocks_travel_through_the_store_between_two_workers(store: ObedientStore) -> None:
-    one, two = Rig(store), Rig(store)
-    wanted = [one.block(3), one.block(4)]
-    one.step(saves=[save(1, [move(3, 0, 30), move(4, 1, 40)], NAMESPACE)])
-    assert not one.until_acked(1, Phase.STORED).failed
-    assert set(store.objects) == {object_key(NAMESPACE, 0, 0, name_of(n)) for n in (30, 40)}
-
-    two.step(loads=[load(1, [move(8, 5, 30, Tier.STORE), move(9, 6, 40, Tier.STORE)], NAMESPACE)])
-    ack = two.until_acked(1, Phase.LOADED)
-    assert (ack.failed, ack.filled_slots) == (False, (5, 6))
-    assert [two.block(8), two.block(9)] == wanted
-    # What was fetched is verified and may be used from the host at once:
-    two.step(loads=[load(2, [move(10, 5, 30)])])
-    assert not two.until_acked(2, Phase.LOADED).failed
-    assert two.block(10) == wanted[0]
-
-
 @pytest.mark.parametrize("outcome", [o for o in StoreOutcome if o is not StoreOutcome.OK])
 def test_a_load_that_misses_a_byte_fails_and_writes_no_block(store: ObedientStore, outcome: StoreOutcome) -> None:
     rig = Rig(store)
