@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from epochkv_fence import quantity
-from epochkv_fence.cli.render import Exit, Output, show_json
+from epochkv_fence.cli.render import Output, show_json
 from epochkv_fence.client.probe import HubAnswer, NoHub, is_inside, probe_hub, probe_master
 from epochkv_fence.client.results import PoolStatus, WeightsReport, report
 from epochkv_fence.connection import (
@@ -145,7 +145,8 @@ def doctor(
         examined = _of_cluster()(ClusterScope(namespace, operator_namespace, hub))
     found = asyncio.run(examined)
     show(found, output)
-    raise typer.Exit(Exit(exit_status(found)))
+    levels = {finding.level for finding in found}
+    raise typer.Exit(1 if Level.WRONG in levels else 2 if Level.UNKNOWN in levels else 0)
 
 
 def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]]:
@@ -155,14 +156,6 @@ def _of_cluster() -> Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]
             found: Callable[[ClusterScope], Coroutine[Any, Any, list[Finding]]] = entry.load()
             return found
     raise ConfigurationError(NO_CLUSTER)
-
-
-def exit_status(findings: Sequence[Finding]) -> int:
-    """1: something is wrong. 2: some checks could not run; the others found nothing wrong. 0: there may be warnings."""
-    levels = {finding.level for finding in findings}
-    if Level.WRONG in levels:
-        return 1
-    return 2 if Level.UNKNOWN in levels else 0
 
 
 def show(found: Sequence[Finding], output: Output) -> None:
@@ -290,7 +283,8 @@ async def _master(address: str) -> list[Finding]:
         return [Finding("store", Level.OK, text, about=address)]
     if dialled == "unresolved" and is_inside(address.rpartition(":")[0]):
         raise CannotLook(f"{address} is an address inside of a cluster, and this machine does not know it", "epochkv doctor -n NAMESPACE")
-    fix = f"mooncake_master --rpc_port={address.rpartition(':')[2]}   # where it is to run"
+    what = "etcd --listen-client-urls=http://0.0.0.0:" if address.startswith("etcd://") else "mooncake_master --rpc_port="
+    fix = f"{what}{address.rpartition(':')[2]}   # where it is to run"
     return [Finding("store", Level.WRONG, f"{text}; engines serve without L2 meanwhile", fix, address)]
 
 

@@ -6,6 +6,7 @@ For `epochkv doctor`, and for engines and trainers that want to know before they
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -61,13 +62,14 @@ async def probe_hub(connection: Connection) -> HubAnswer | NoHub:
 
 
 async def probe_master(address: str) -> tuple[Dialled, str]:
-    """Whether the master of a connection file takes connections. Masters that are found through etcd are not dialled."""
-    if address.startswith(ETCD):
-        return "open", "its masters are found through etcd, and are not dialled from here"
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        return "unresolved", f"{address!r} is no host:port: correct distributed.master_address in the connection file"
-    return await dial(host, int(port))
+    """Whether the master of a connection file lives, or one of the etcd through which masters are found takes connections."""
+    outcomes = []
+    for endpoint in address.removeprefix(ETCD).split(";"):
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdecimal():
+            return "unresolved", f"{endpoint!r} is no host:port: correct distributed.master_address in the connection file"
+        outcomes.append(await dial(host.strip("[]"), int(port), hangs_up=not address.startswith(ETCD)))
+    return _best(outcomes)
 
 
 def is_inside(host: str) -> bool:
@@ -75,23 +77,35 @@ def is_inside(host: str) -> bool:
     return host.endswith(".svc") or ".svc." in host
 
 
-async def dial(host: str, port: int) -> tuple[Dialled, str]:
-    """What a TCP connection to this address gives, as a word and in words."""
+async def dial(host: str, port: int, *, hangs_up: bool = False) -> tuple[Dialled, str]:
+    """What a TCP connection to this address gives, as a word and in words. `hangs_up`: the listener lives only if it
+    closes when we do. For a stopped one, the kernel accepts and says nothing.
+    """
     where = f"{host}:{port}"
     try:
         addresses = await resolve(host, port, DIAL_SECONDS)
     except OSError as error:
         return "unresolved", str(error)
-    outcomes = [await _connect(address, DIAL_SECONDS / len(addresses), where) for address in addresses]
-    return min(outcomes, key=lambda outcome: ("open", "refused", "silent", "unroutable").index(outcome[0]))
+    return _best([await _connect(address, DIAL_SECONDS / len(addresses), where, hangs_up) for address in addresses])
 
 
-async def _connect(address: tuple[object, ...], seconds: float, where: str) -> tuple[Dialled, str]:
+def _best(outcomes: Sequence[tuple[Dialled, str]]) -> tuple[Dialled, str]:
+    return min(outcomes, key=lambda outcome: ("open", "refused", "silent", "unroutable", "unresolved").index(outcome[0]))
+
+
+async def _connect(address: tuple[object, ...], seconds: float, where: str, hangs_up: bool) -> tuple[Dialled, str]:
     try:
         async with asyncio.timeout(seconds):
-            _, writer = await asyncio.open_connection(str(address[0]), int(str(address[1])))
+            reader, writer = await asyncio.open_connection(str(address[0]), int(str(address[1])))
+            if hangs_up:
+                with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+                    writer.write_eof()
+                    await reader.read(1)
     except TimeoutError:
-        return "silent", f"{where} does not answer within {seconds:g} s: no such machine, or something on the way drops it"
+        return (
+            "silent",
+            f"{where} does not answer within {seconds:g} s: no such machine, something on the way drops it, or its process stands still",
+        )
     except ConnectionRefusedError:
         return "refused", f"nobody listens on {where}"
     except OSError as error:

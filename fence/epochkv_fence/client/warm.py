@@ -36,6 +36,10 @@ class WarmFailed(PoolError):
     """A prompt is not in L2 in time, or the engine cannot say so; the message says which and why."""
 
 
+class _Away(WarmFailed):
+    """Behind the URL, no engine takes the request now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Warmed:
     """What L2 holds now.
@@ -69,7 +73,7 @@ def warm(
         engine: URL of its OpenAI server, such as `http://rollout:8000`, whose key is `VLLM_API_KEY` of the environment; or vLLM's `LLM`, in
             whose process this runs.
         model: as the server calls it; None: the first that it serves.
-        timeout_s: for all of them.
+        timeout_s: for all of them; a call of `LLM.generate` is not cut off.
         progress: told how many prompts are done; fewer again when names have changed.
 
     Raises:
@@ -119,7 +123,12 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: t
     """
     computed: int | None = None
     while True:
-        num_tokens, params = engine.ask(prompt if isinstance(prompt, str | Mapping) else list(prompt))
+        try:
+            num_tokens, params = engine.ask(prompt if isinstance(prompt, str | Mapping) else list(prompt))
+        except _Away:
+            if over.wait(POLL_SECONDS) or time.monotonic() > deadline:
+                raise
+            continue
         said = (params or {}).get(STAMP_KEY) or {}
         if "storable_tokens" not in said:
             raise WarmFailed(f"{engine.name} does not say what L2 holds: it runs without the connector of this version of EpochKV")
@@ -127,7 +136,8 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: t
             computed = num_tokens - sum(said["cached_tokens"].values())
         stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
         if storable == 0:
-            raise WarmFailed(f"{engine.name} can store nothing of a prompt of {num_tokens} tokens: it has no L2, or no whole block")
+            why = "it has no L2 that works (`epochkv engines`), or no whole block"
+            raise WarmFailed(f"{engine.name} can store nothing of a prompt of {num_tokens} tokens: {why}")
         by = (made[-1]["weights"], made[-1].get("adapter", "")) if made else (UNKNOWN_WEIGHTS, "")
         if stored == storable and UNKNOWN_WEIGHTS not in by:
             return stored, computed, (*by, said.get("epoch"))
@@ -171,12 +181,14 @@ class _Server:
                 with self._direct.open(request, timeout=left) as found:
                     return read(json.load(found))
             except urllib.error.HTTPError as error:
-                raise WarmFailed(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
+                kind = _Away if error.code in (502, 503, 504) else WarmFailed
+                raise kind(f"{self.name}{path}: HTTP {error.code}: {error.read(500).decode(errors='replace')}") from None
 
         try:
             request = urllib.request.Request(self.name + path, None if body is None else json.dumps(body).encode(), headers)
             return on_daemon_thread(answer, "epochkv-warm-answer").result(left)  # it may come in small pieces without end
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise WarmFailed(f"{self.name}{path}: {str(error) or 'no answer in time'}") from None
+            kind = _Away if isinstance(getattr(error, "reason", error), ConnectionError) else WarmFailed
+            raise kind(f"{self.name}{path}: {str(error) or 'no answer in time'}") from None
         except (LookupError, TypeError, AttributeError) as error:
             raise WarmFailed(f"{self.name}{path}: an answer as of no OpenAI server ({error!r})") from None

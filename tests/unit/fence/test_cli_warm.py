@@ -29,6 +29,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
     asked: Counter[str]
     storable: int
     has_connector: bool
+    away: int  # for so many questions
 
     def do_GET(self) -> None:
         self._answer({"data": [{"id": "policy"}]})
@@ -37,6 +38,9 @@ class Engine(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert [body.pop(name) for name in ("model", "max_tokens", "temperature", "detokenize")] == ["policy", 1, 0, False]
         assert body.pop("kv_transfer_params")["epochkv"]["stored"] is True
+        if type(self).away:
+            type(self).away -= 1
+            return self.send_error(503)
         key = f"{self.path} {json.dumps(body)}"
         self.asked[key] += 1
         stored = min(self.storable, 64 * self.asked[key] - 64)
@@ -57,7 +61,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engine() -> Iterator[tuple[type[Engine], str]]:
-    handler = type("One", (Engine,), {"asked": Counter(), "storable": 128, "has_connector": True})
+    handler = type("One", (Engine,), {"asked": Counter(), "storable": 128, "has_connector": True, "away": 0})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -69,6 +73,7 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monk
     monkeypatch.setenv("VLLM_API_KEY", "from a file\n")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     done: list[int] = []
+    engine[0].away = 1
     assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
     assert engine[0].asked == {'/v1/completions {"prompt": "a"}': 3, '/v1/completions {"prompt": [1, 2, 3]}': 3}
     assert done == [1, 2]
