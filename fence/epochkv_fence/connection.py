@@ -75,11 +75,7 @@ class HubRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the hub listens, and the directory with its keys."""
 
     endpoint: Annotated[
-        str,
-        Meta(
-            description="The hub's address, as this engine reaches it.",
-            extra={"allowed": "an address like tcp://host:7700"},
-        ),
+        str, Meta(description="The hub's address, as this engine reaches it.", extra={"allowed": "an address like tcp://host:7700"})
     ]
     credentials_dir: Annotated[
         str | None,
@@ -117,10 +113,7 @@ class Connection:
 
     @classmethod
     def load(
-        cls,
-        source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        environ: Mapping[str, str] | None = None,
-        what: str = GIVEN,
+        cls, source: str | os.PathLike[str] | Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None, what: str = GIVEN
     ) -> Connection:
         """Read and check.
 

@@ -11,12 +11,7 @@ EXTRA: Final = "kv_connector_extra_config"
 
 def transfer_config(extra: Mapping[str, Any], role: str = "kv_both") -> dict[str, Any]:
     """What vLLM's `--kv-transfer-config` takes, around the connector's own configuration."""
-    return {
-        "kv_connector": NAME,
-        "kv_connector_module_path": MODULE,
-        "kv_role": role,
-        EXTRA: dict(extra),
-    }
+    return {"kv_connector": NAME, "kv_connector_module_path": MODULE, "kv_role": role, EXTRA: dict(extra)}
 
 
 TRANSFER_PORTS: Final = (15000, 15127)

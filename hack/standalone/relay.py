@@ -21,8 +21,7 @@ class Relay:
     """
 
     def __init__(self, target: str) -> None:
-        host, port = target.removeprefix("tcp://").split(":")
-        self._target = (host, int(port))
+        self._target = target.removeprefix("tcp://")
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.endpoint = f"tcp://{self.address}"
@@ -53,27 +52,37 @@ class Relay:
 
     def close(self) -> None:
         """Accept nobody any more; connections stay."""
+        with contextlib.suppress(OSError):  # else the listener is there until the next one has come
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def target(self) -> str:
+        """`host:port` that a new connection is for."""
+        return self._target
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
-                try:
-                    far = socket.create_connection(self._target, 5.0)
-                except OSError:  # as if nobody listened
-                    near.close()
-                    continue
-                far.settimeout(None)
-                with self._lock:
-                    refused = self._is_cut
-                    if not refused:
-                        self._open |= {near, far}
-                if refused:
-                    near.close()
-                    far.close()
-                    continue
-                threading.Thread(target=self._serve, args=(near, far), daemon=True).start()
+                threading.Thread(target=self._connect, args=(near,), daemon=True).start()
+
+    def _connect(self, near: socket.socket) -> None:
+        host, port = self.target().split(":")
+        try:
+            far = socket.create_connection((host, int(port)), 5.0)
+        except OSError:  # as if nobody listened
+            near.close()
+            return
+        far.settimeout(None)
+        with self._lock:
+            refused = self._is_cut
+            if not refused:
+                self._open |= {near, far}
+        if refused:
+            near.close()
+            far.close()
+            return
+        self._serve(near, far)
 
     def _serve(self, near: socket.socket, far: socket.socket) -> None:
         back = threading.Thread(target=self._relay, args=(far, near, None), daemon=True)

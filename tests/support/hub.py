@@ -6,16 +6,14 @@ import json
 import os
 import queue
 import secrets
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from epochkv_fence.net.agent import AgentThread, EngineIdentity
 from epochkv_fence.protocol.pool import PoolSnapshot
 from epochkv_fence.standalone.hub import HubOptions, StandaloneHub
 from hack.loopback import free_port
+from hack.standalone.relay import Relay
 from hack.waiting import eventually
 from tests.support.fence import FakeEngine, LoopThread
 
@@ -212,70 +211,29 @@ class HubProcess:
         self.end()
 
 
-class Switch:
+class Switch(Relay):
     """A TCP address in front of hubs: forwards new connections to the port that `upstream` is or gives (None: nowhere)."""
 
     def __init__(self, upstream: int | Callable[[], int | None] | None) -> None:
         self.upstream = upstream
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = int(self._listener.getsockname()[1])
-        self.endpoint = f"tcp://127.0.0.1:{self.port}"
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__("")
 
     def __enter__(self) -> Switch:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _hang_up(self._listener)
+        self.close()
         self.turn(None)
 
     def turn(self, upstream: int | None) -> None:
         """New connections go there; those there are break."""
         self.upstream = upstream
-        pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for sock in pair:
-                _hang_up(sock)
+        self.cut()
+        self.mend()
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                threading.Thread(target=self._connect, args=(client,), daemon=True).start()
-
-    def _connect(self, client: socket.socket) -> None:
-        upstream = self.upstream
-        port = upstream() if callable(upstream) else upstream
-        try:
-            server = socket.create_connection(("127.0.0.1", port or 1), 2.0)
-        except OSError:
-            client.close()
-            return
-        self._pairs.append((client, server))
-        _forward(client, server)
-
-
-def _forward(one: socket.socket, other: socket.socket) -> None:
-    try:
-        while True:
-            ready, _, _ = select.select([one, other], [], [], 60.0)
-            for sock in ready:
-                content = sock.recv(65536)
-                if not content:
-                    return
-                (other if sock is one else one).sendall(content)
-    except (OSError, ValueError):
-        return
-    finally:
-        _hang_up(one)
-        _hang_up(other)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
+    def target(self) -> str:
+        port = self.upstream() if callable(self.upstream) else self.upstream
+        return f"127.0.0.1:{port or 1}"
 
 
 def together(works: list[Callable[[], Any]], seconds: float = 120.0) -> list[Any]:

@@ -22,20 +22,7 @@ from epochkv_fence.connection import ConfigurationError, Connection, check_endpo
 from epochkv_fence.net.dealer import REDIAL_SECONDS, Link, LinkEvent
 from epochkv_fence.net.gate import SocketReader
 from epochkv_fence.net.keys import ClientKeys
-from epochkv_fence.protocol.messages import (
-    Bump,
-    BumpStatus,
-    EngineStatus,
-    Error,
-    Label,
-    Labelled,
-    Message,
-    Refusal,
-    Status,
-    WireError,
-    decode,
-    encode,
-)
+from epochkv_fence.protocol import messages as ms
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +41,8 @@ MAX_RETRY_SECONDS: Final = 2.0
 REFUSED_SECONDS: Final = 2.0
 """A starting hub refuses keys until it knows its pools; a key that it refuses for longer is wrong."""
 
-Question = Status | Bump | Label
-Answer = Status | BumpStatus | Labelled
+Question = ms.Status | ms.Bump | ms.Label
+Answer = ms.Status | ms.BumpStatus | ms.Labelled
 
 
 @dataclass(eq=False)
@@ -73,7 +60,7 @@ class Conversation:
             self._session.send(message)
             again = min(until, time.monotonic() + pause)
             while (answer := await self._next(again - time.monotonic())) is not None:
-                if isinstance(answer, Status) and answer.pool and answer.pool != (pool := connection.pool).uid:
+                if isinstance(answer, ms.Status) and answer.pool and answer.pool != (pool := connection.pool).uid:
                     raise WrongPool(
                         f"the key speaks for the pool with uid {answer.pool}, and {connection.origin} names {pool.name} with uid "
                         f"{pool.uid}; take both from one pool"
@@ -135,8 +122,8 @@ class Session:
         """Best effort: without a connection it is dropped, and asked for again when there is one."""
         if self._link is not None:
             if self._link.keys != self._proven:  # newer ones may be those of a new pool with our pool's name, which gets no ask of ours
-                message = Status(message.request)
-            self._link.send(encode(message))
+                message = ms.Status(message.request)
+            self._link.send(ms.encode(message))
             self._readers[0].kick()
 
     async def explain(self) -> str:
@@ -176,8 +163,8 @@ class Session:
         pool = self.connection.pool
         return PoolStatus.of(pool.name, pool.uid, page, engines)
 
-    async def engines(self, until: float) -> tuple[Status, list[EngineStatus]]:
-        found: dict[bytes, EngineStatus] = {}
+    async def engines(self, until: float) -> tuple[ms.Status, list[ms.EngineStatus]]:
+        found: dict[bytes, ms.EngineStatus] = {}
         with self.conversation() as conversation:
             first = page = await self.page(conversation, None, until)
             while page.engines:
@@ -187,11 +174,11 @@ class Session:
                 page = await self.page(conversation, page.engines[-1].instance, until)
         return first, list(found.values())
 
-    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> Status:
+    async def page(self, conversation: Conversation, after: bytes | None, until: float, refused_seconds: float = math.inf) -> ms.Status:
         """The page of the pool's state that begins after this engine instance (None: the first page)."""
-        question = Status(conversation.request, after=after)
+        question = ms.Status(conversation.request, after=after)
         async for answer in conversation.answers(question, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, until):
-            if isinstance(answer, Status) and answer.after == after and answer.lease_seconds > 0:
+            if isinstance(answer, ms.Status) and answer.after == after and answer.lease_seconds > 0:
                 return answer
             if answer is None and self.refused_seconds > refused_seconds and self.problem == KEY_REFUSED:
                 break
@@ -250,27 +237,27 @@ class Session:
         if frames is None:
             raise zmq.Again
         try:
-            message = decode(frames)
-        except WireError as error:
+            message = ms.decode(frames)
+        except ms.WireError as error:
             self.problem = f"the hub's answer is not one: {error.text}"
             return
-        if isinstance(message, Status) and message.pool == self.connection.pool.uid and self._proven != link.keys:
+        if isinstance(message, ms.Status) and message.pool == self.connection.pool.uid and self._proven != link.keys:
             self._proven = link.keys
             for conversation in self._conversations.values():
                 conversation.put(None)
         if self._take(message):
             link.redial_at = min(redial_at, time.monotonic() + REDIAL_SECONDS)  # the hub may say so once a second
 
-    def _take(self, message: Message) -> bool:
+    def _take(self, message: ms.Message) -> bool:
         """Returns whether this connection is of no use any more: its key was accepted when it was made, and is not now."""
         match message:
-            case Status(request=request) | BumpStatus(request=request) | Labelled(request=request):
+            case ms.Status(request=request) | ms.BumpStatus(request=request) | ms.Labelled(request=request):
                 if conversation := self._conversations.get(request):
                     self.problem = "it answers, and has not done what was asked: its log says why"
                     conversation.put(message)
-            case Error(code, text):
+            case ms.Error(code, text):
                 self.problem = f"the hub rejected a message: {text}"
-                if code is Refusal.POOL:
+                if code is ms.Refusal.POOL:
                     self._refused_since = self._refused_since or time.monotonic()
                     return True
         return False

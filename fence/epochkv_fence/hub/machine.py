@@ -29,25 +29,8 @@ from epochkv_fence.hub.record import (
     Rounds,
     Waiters,
 )
+from epochkv_fence.protocol import messages as ms
 from epochkv_fence.protocol import pool as ev
-from epochkv_fence.protocol.messages import (
-    MAX_EPOCH_STEP,
-    MAX_NAME,
-    Bump,
-    BumpStatus,
-    EngineStatus,
-    Error,
-    Grant,
-    Heartbeat,
-    Label,
-    Leave,
-    Message,
-    Propose,
-    Reclaimed,
-    Refusal,
-    Source,
-    Status,
-)
 from epochkv_fence.protocol.pool import EngineView, PoolConfig, PoolRecord, PoolSnapshot, Term, WeightsView
 from epochkv_fence.version import VERSION
 
@@ -253,7 +236,7 @@ class Hub:
                 instance.live_until = max(instance.live_until, now + hub.rules.fence_timeout_seconds(hub.config))
                 weights = instance.newest.weights
                 label = hub.labels.known.get(weights, "") if weights is not None else ""
-                grant = Grant(name, seq, hub.record.target, hub.config.lease_seconds, weights if label else None, label)
+                grant = ms.Grant(name, seq, hub.record.target, hub.config.lease_seconds, weights if label else None, label)
                 actions.append(ev.Send(peer, grant))
         return actions
 
@@ -294,33 +277,33 @@ class Hub:
 # What a hub does with the messages of engines and trainers.
 
 
-def hear(hub: HubState, peer: bytes, message: Message, key_index: int, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per message
+def hear(hub: HubState, peer: bytes, message: ms.Message, key_index: int, now: float) -> list[ev.Action]:  # noqa: PLR0911 - one line per message
     match message:
-        case Heartbeat():
+        case ms.Heartbeat():
             return _heartbeat(hub, peer, message, key_index, now)
-        case Propose():
+        case ms.Propose():
             counts = hub.leading and hub.rules.proposal_counts(hub.record, message.epoch)
-            return ask(hub, hub.record.target + 1, Source.ENGINE, now) if counts else []
-        case Bump():
+            return ask(hub, hub.record.target + 1, ms.Source.ENGINE, now) if counts else []
+        case ms.Bump():
             return _bump(hub, peer, message, now)
-        case Status():
+        case ms.Status():
             return _question(hub, peer, message, now)
-        case Reclaimed():
+        case ms.Reclaimed():
             return [ev.Changed()] if hub.reclaimer.answered(message, hub.record.published) else []
-        case Label():
+        case ms.Label():
             return _label(hub, peer, message)
-        case Leave():
+        case ms.Leave():
             return _leave(hub, message.instance, now)
-        case Error():
+        case ms.Error():
             return []
         case _:
-            return [ev.Send(peer, Error(Refusal.UNEXPECTED, f"a hub takes no {type(message).__name__}"))]
+            return [ev.Send(peer, ms.Error(ms.Refusal.UNEXPECTED, f"a hub takes no {type(message).__name__}"))]
 
 
 # ------------------------------------------------------------------ engines
 
 
-def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now: float) -> list[ev.Action]:
+def _heartbeat(hub: HubState, peer: bytes, beat: ms.Heartbeat, key_index: int, now: float) -> list[ev.Action]:
     instances, config = hub.instances, hub.config
     if beat.instance in instances.departed:
         return []
@@ -330,10 +313,10 @@ def _heartbeat(hub: HubState, peer: bytes, beat: Heartbeat, key_index: int, now:
             f"this engine is of the pool with uid {beat.pool}, its keys are of {config.name} with uid {config.uid}: start it again, with"
             " connection.json and keys of one pool"
         )
-        return [ev.Send(peer, Error(Refusal.POOL, text))]
+        return [ev.Send(peer, ms.Error(ms.Refusal.POOL, text))]
     if beat.instance not in instances.known and len(instances.known) >= MAX_INSTANCES:
         text = f"pool {config.name} already has {MAX_INSTANCES} engine instances; wait until some are forgotten"
-        return [ev.Send(peer, Error(Refusal.LIMIT, text))]
+        return [ev.Send(peer, ms.Error(ms.Refusal.LIMIT, text))]
     changed = instances.hear(peer, beat, key_index, target=hub.record.target, fence_timeout_seconds=config.fence_timeout_seconds, now=now)
     instance = instances.known[beat.instance]
     if beat.weights is not None:
@@ -355,12 +338,12 @@ def _leave(hub: HubState, instance: bytes, now: float) -> list[ev.Action]:
 # ------------------------------------------------------------------ trainers
 
 
-def _bump(hub: HubState, peer: bytes, bump: Bump, now: float) -> list[ev.Action]:
+def _bump(hub: HubState, peer: bytes, bump: ms.Bump, now: float) -> list[ev.Action]:
     """A hub that does not lead yet takes the ask, too, and answers it when it leads."""
-    actions = ask(hub, bump.epoch, Source.TRAINER, now)
+    actions = ask(hub, bump.epoch, ms.Source.TRAINER, now)
     if hub.leading and bump.epoch > hub.record.wanted:
-        text = f"epoch {bump.epoch} is more than {MAX_EPOCH_STEP} above {hub.record.wanted}, and an epoch never goes down again"
-        return [ev.Send(peer, Error(Refusal.LIMIT, text))]
+        text = f"epoch {bump.epoch} is more than {ms.MAX_EPOCH_STEP} above {hub.record.wanted}, and an epoch never goes down again"
+        return [ev.Send(peer, ms.Error(ms.Refusal.LIMIT, text))]
     if bump.epoch > hub.record.published:
         hub.waiters.wait(peer, bump.request, bump.epoch)
     if not hub.leading:
@@ -369,7 +352,7 @@ def _bump(hub: HubState, peer: bytes, bump: Bump, now: float) -> list[ev.Action]
     return [*actions, *(answers(hub, [(peer, bump.request, bump.epoch)]) if told else [])]
 
 
-def _question(hub: HubState, peer: bytes, question: Status, now: float) -> list[ev.Action]:
+def _question(hub: HubState, peer: bytes, question: ms.Status, now: float) -> list[ev.Action]:
     if not hub.leading:
         return [not_leading(hub, peer)]
     if not hub.rules.needs_read(question):
@@ -378,7 +361,7 @@ def _question(hub: HubState, peer: bytes, question: Status, now: float) -> list[
     return []
 
 
-def _label(hub: HubState, peer: bytes, asked: Label) -> list[ev.Action]:
+def _label(hub: HubState, peer: bytes, asked: ms.Label) -> list[ev.Action]:
     if not hub.leading:
         return [not_leading(hub, peer)]
     answer = hub.labels.ask(peer, asked)
@@ -422,7 +405,7 @@ def not_leading(hub: HubState, peer: bytes) -> ev.Action:
 
     The trainer would ask for an epoch that is published already, and take its reset for done.
     """
-    return ev.Send(peer, Error(Refusal.NOT_LEADING, f"this hub does not lead pool {hub.config.name} now; ask again"))
+    return ev.Send(peer, ms.Error(ms.Refusal.NOT_LEADING, f"this hub does not lead pool {hub.config.name} now; ask again"))
 
 
 def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
@@ -443,7 +426,7 @@ def configure(hub: HubState, config: PoolConfig, now: float) -> list[ev.Action]:
 # ------------------------------------------------------------------ the target
 
 
-def ask(hub: HubState, epoch: int, source: Source, now: float) -> list[ev.Action]:
+def ask(hub: HubState, epoch: int, source: ms.Source, now: float) -> list[ev.Action]:
     """Somebody asks for `epoch`. A hub that does not lead yet remembers it, too."""
     return write_target(hub, now) if hub.record.ask(Ask(epoch, now, source)) else []
 
@@ -452,7 +435,7 @@ def heal(hub: HubState, epoch: int, now: float) -> list[ev.Action]:
     """An engine reports `epoch`. If a restored record has lost it, the hub asks for it again."""
     if not hub.leading or not hub.rules.above_record(hub.record, epoch):
         return []
-    actions = ask(hub, epoch, Source.ENGINE, now)
+    actions = ask(hub, epoch, ms.Source.ENGINE, now)
     if hub.record.wanted >= epoch:
         hub.lead.settled_at = max(hub.lead.settled_at, now + hub.rules.fence_timeout_seconds(hub.config))
     return actions
@@ -478,7 +461,7 @@ def observe(hub: HubState, found: PoolRecord, now: float) -> list[ev.Action]:
     return [*raised, *labelled, *raise_published(hub, found.published, now)]
 
 
-def raise_target(hub: HubState, target: int, origin: Source | None, now: float) -> list[ev.Action]:
+def raise_target(hub: HubState, target: int, origin: ms.Source | None, now: float) -> list[ev.Action]:
     """`target` is durable. If it is new, the hub tells engines, and may grant it from now on."""
     if not hub.record.raise_target(target, origin, now):
         return []
@@ -643,7 +626,7 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
     """Tell trainers that wait, as (peer, request, epoch), how far the reset is. It counts all instances once, however many ask."""
     if not waiters:
         return []
-    counted = BumpStatus(
+    counted = ms.BumpStatus(
         request=0,
         epoch=0,
         target=hub.record.target,
@@ -656,12 +639,12 @@ def answers(hub: HubState, waiters: Sequence[tuple[bytes, int, int]]) -> list[ev
     return [ev.Send(peer, msgspec.structs.replace(counted, request=request, epoch=epoch)) for peer, request, epoch in waiters]
 
 
-def status(hub: HubState, question: Status, now: float) -> Status:
+def status(hub: HubState, question: ms.Status, now: float) -> ms.Status:
     """The pool, with its live instances after `question.after`, by instance; fewer where their names are long."""
     labels = {weights.hex(): label for weights, label in hub.labels.known.items()} if question.after is None else {}
     alive = sorted((one for one in hub.instances.known.values() if one.alive(hub.config, now)), key=attrgetter("instance"))
     start = 0 if question.after is None else bisect_right(alive, question.after, key=attrgetter("instance"))
-    engines: list[EngineStatus] = []
+    engines: list[ms.EngineStatus] = []
     room = STATUS_PAGE_BYTES - len(msgspec.msgpack.encode(labels))
     for record in alive[start : start + STATUS_PAGE]:
         shown = _engine_status(record, now)
@@ -669,15 +652,15 @@ def status(hub: HubState, question: Status, now: float) -> Status:
         if room < 0:
             break
         engines.append(shown)
-    return Status(
+    return ms.Status(
         question.request,
         hub.record.target,
         hub.record.published,
         total=len(alive),
         engines=engines,
         lease_seconds=hub.config.lease_seconds,
-        origin=hub.record.origin if hub.record.origin is not None else Source.SPEC,
-        pool=hub.config.uid[:MAX_NAME],
+        origin=hub.record.origin if hub.record.origin is not None else ms.Source.SPEC,
+        pool=hub.config.uid[: ms.MAX_NAME],
         after=question.after,
         labels=labels,
         settling_seconds=max(0.0, hub.lead.settled_at - now),
@@ -685,8 +668,8 @@ def status(hub: HubState, question: Status, now: float) -> Status:
     )
 
 
-def _engine_status(record: InstanceRecord, now: float) -> EngineStatus:
-    return EngineStatus(
+def _engine_status(record: InstanceRecord, now: float) -> ms.EngineStatus:
+    return ms.EngineStatus(
         instance=record.instance,
         epoch=record.epoch,
         age_seconds=record.newest.instance_age_seconds,

@@ -19,28 +19,8 @@ from epochkv_fence.common import SayOnce, lease_clock, on_daemon_thread
 from epochkv_fence.net.dealer import Link, LinkEvent
 from epochkv_fence.net.keys import ClientKeys, KeyReader
 from epochkv_fence.protocol import agent as ag
+from epochkv_fence.protocol import messages as ms
 from epochkv_fence.protocol.agent import BEATS_PER_LEASE, Event, RemoveOld
-from epochkv_fence.protocol.messages import (
-    ASLEEP,
-    INSTANCE_BYTES,
-    MAX_NAME,
-    MAX_STAT_NAME,
-    MAX_STATS,
-    MAX_TEXT,
-    MAX_VERSION_TEXT,
-    MAX_VERSIONS,
-    WEIGHTS_BYTES,
-    Error,
-    Grant,
-    Heartbeat,
-    Message,
-    Reclaimed,
-    Refusal,
-    WireError,
-    decode,
-    encode,
-    one_line,
-)
 
 
 class Mailbox:
@@ -53,7 +33,7 @@ class Mailbox:
         self.fd = self._read.fileno()
         self._lock = threading.Lock()
         self._events: list[Event] = []
-        self._messages: list[Message] = []
+        self._messages: list[ms.Message] = []
 
     def post(self, event: Event) -> None:
         """Leave an event, unless the same one waits already."""
@@ -62,7 +42,7 @@ class Mailbox:
                 self._events.append(event)
         self.wake()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ms.Message) -> None:
         with self._lock:
             self._messages.append(message)
         self.wake()
@@ -71,7 +51,7 @@ class Mailbox:
         with contextlib.suppress(OSError):  # full (it will wake anyhow)
             self._write.send(b"x")
 
-    def take(self, woken: bool) -> tuple[list[Event], list[Message]]:
+    def take(self, woken: bool) -> tuple[list[Event], list[ms.Message]]:
         """Everything that waits; `woken`: `fd` has input."""
         if woken:
             with contextlib.suppress(OSError):
@@ -169,7 +149,7 @@ class GuardedEngine:
 
     def wake(self) -> bytes:
         """Be another engine instance from now on."""
-        self.instance, self._born = secrets.token_bytes(INSTANCE_BYTES), time.monotonic()
+        self.instance, self._born = secrets.token_bytes(ms.INSTANCE_BYTES), time.monotonic()
         return self.instance
 
     @property
@@ -203,19 +183,19 @@ class GuardedEngine:
 
     # ------------------------------------------------------------------ heartbeats
 
-    def heartbeat(self, seq: int, epoch: int | None) -> Heartbeat:
+    def heartbeat(self, seq: int, epoch: int | None) -> ms.Heartbeat:
         """What the engine says of itself now, cut to what a message can carry."""
         none: dict[str, float] = {}
         stats = self._ask("stats", self._hooks.stats, none)
         weights, note = self._weights()
         tiers_off, tiers_note = self._ask("tiers", self._hooks.tiers, ("", ""))
         now = time.monotonic()
-        if (weights, note == ASLEEP) != self._reported_weights:
-            self._reported_weights, self._reported_since = (weights, note == ASLEEP), now
+        if (weights, note == ms.ASLEEP) != self._reported_weights:
+            self._reported_weights, self._reported_since = (weights, note == ms.ASLEEP), now
         if weights is not None:
             self._pushed = self._pushed or self._held not in (None, weights)
             self._held = weights
-        return Heartbeat(
+        return ms.Heartbeat(
             instance=self.instance,
             seq=seq,
             epoch=epoch,
@@ -226,19 +206,19 @@ class GuardedEngine:
             namespace=_line(self._identity.namespace),
             rank=self._identity.rank,
             fingerprint=_line(self._identity.fingerprint),
-            stats={name[:MAX_STAT_NAME]: value for name, value in list(stats.items())[:MAX_STATS]},
+            stats={name[: ms.MAX_STAT_NAME]: value for name, value in list(stats.items())[: ms.MAX_STATS]},
             isolated=bool(self._ask("isolated", self._hooks.isolated, False)),
             weights=weights,
             weights_note=note,
             pushed=self._pushed,
             weights_age_seconds=now - self._reported_since,
             tiers_off=_line(tiers_off),
-            tiers_note=_line(tiers_note, MAX_TEXT),
+            tiers_note=_line(tiers_note, ms.MAX_TEXT),
             versions={
-                _line(name, MAX_VERSION_TEXT): _line(version, MAX_VERSION_TEXT)
-                for name, version in list(self._identity.versions.items())[:MAX_VERSIONS]
+                _line(name, ms.MAX_VERSION_TEXT): _line(version, ms.MAX_VERSION_TEXT)
+                for name, version in list(self._identity.versions.items())[: ms.MAX_VERSIONS]
             },
-            pool=self._identity.pool[:MAX_NAME],
+            pool=self._identity.pool[: ms.MAX_NAME],
             removes=self._identity.removes,
         )
 
@@ -246,8 +226,8 @@ class GuardedEngine:
         unknown: tuple[bytes | None, str] = None, "the engine cannot say what it holds"
         weights, note = self._ask("weights", self._hooks.weights, unknown)
         if weights is None:
-            return None, _line(note, MAX_TEXT)
-        return (weights, "") if len(weights) == WEIGHTS_BYTES else (None, f"a digest of {len(weights)} bytes, not {WEIGHTS_BYTES}")
+            return None, _line(note, ms.MAX_TEXT)
+        return (weights, "") if len(weights) == ms.WEIGHTS_BYTES else (None, f"a digest of {len(weights)} bytes, not {ms.WEIGHTS_BYTES}")
 
     # ------------------------------------------------------------------ old keys
 
@@ -260,7 +240,7 @@ class GuardedEngine:
     def _remove_old(self, asked: RemoveOld) -> None:
         answer = self._hooks.reclaim(asked.below, asked.keep)
         removed, num_bytes = answer if isinstance(answer, tuple) else (answer, 0)
-        self._mailbox.send(Reclaimed(self.instance, asked.below, max(0, removed), max(0, num_bytes), asked.number))
+        self._mailbox.send(ms.Reclaimed(self.instance, asked.below, max(0, removed), max(0, num_bytes), asked.number))
 
     def _removed(self, done: Future[None]) -> None:
         self._removing = False
@@ -269,8 +249,8 @@ class GuardedEngine:
             logger.warning("cannot remove keys of older epochs or other weights: %r; another engine will be asked", error)
 
 
-def _line(text: str, length: int = MAX_NAME) -> str:
-    return one_line(text)[:length]
+def _line(text: str, length: int = ms.MAX_NAME) -> str:
+    return ms.one_line(text)[:length]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -557,13 +537,13 @@ class AgentThread:
             if frames is None:
                 return
             try:
-                message = decode(frames)
-            except WireError as error:
+                message = ms.decode(frames)
+            except ms.WireError as error:
                 self.counters["wire_errors"] += 1
                 self._say(f"wire {error.code.value}", "said", logging.WARNING, "dropped a message from the hub: %s", error.text)
-                self._send(Error(error.code, error.text[:MAX_TEXT]))
+                self._send(ms.Error(error.code, error.text[: ms.MAX_TEXT]))
                 continue
-            if isinstance(message, Grant) and message.weights is not None:
+            if isinstance(message, ms.Grant) and message.weights is not None:
                 self._engine.labelled(message.weights, message.label)
             self._step(ag.Received(message))
 
@@ -585,9 +565,9 @@ class AgentThread:
                 self._disconnected_at = time.monotonic()
                 self._say("hub", "disconnected", logging.INFO, "lost the connection to the hub at %s", self.endpoint)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ms.Message) -> None:
         try:
-            frames = encode(message)
+            frames = ms.encode(message)
         except Exception as error:  # what a hook said may be too large, or no number at all
             self.counters["unencodable"] += 1
             kind = type(message).__name__
@@ -626,5 +606,5 @@ class AgentThread:
             case ag.HubRefused(error):
                 self.counters["refused_by_hub"] += 1
                 self._say(f"refusal {error.code.value}", error.text, logging.WARNING, "the hub rejected a message: %s", error.text)
-                if error.code is Refusal.POOL:
+                if error.code is ms.Refusal.POOL:
                     self._links.read_keys_soon()

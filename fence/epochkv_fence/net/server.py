@@ -249,11 +249,8 @@ class Effects:
     _say: SayOnce = field(default_factory=lambda: SayOnce(logger, first=""))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def do(self, pool: ServedPool, call: ev.Call) -> None:
+    async def do(self, pool: ServedPool, call: ev.Call) -> None:
         """Make this call; its `Done` goes to the pool's state machine."""
-        self.spawn(self._do(pool, call))
-
-    async def _do(self, pool: ServedPool, call: ev.Call) -> None:
         if isinstance(call, ev.RemoveAll):
             what, seconds = "sweep" if call.sweep else "wipe", self._store_deadline
         else:
@@ -548,7 +545,7 @@ class HubServer:
                 elif isinstance(action, ev.Changed):
                     pool.changed = True
                 else:
-                    self._effects.do(pool, action)
+                    self._effects.spawn(self._effects.do(pool, action))
         except Exception:
             pool.failed(self.counters)
             return False
