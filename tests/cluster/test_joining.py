@@ -22,7 +22,15 @@ ADMISSION = "/apis/admissionregistration.k8s.io/v1/"
 RESTRICTED = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 CONTAINER = {"image": "vllm", "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}}
 BY_FIELD = {"name": "PYTHONPATH", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+EMPTY = {"name": "a", "emptyDir": {}}
 GATED = {"epochkv.io/weights-gate": "true"}
+
+
+def has(field: str, item: dict[str, Any]) -> dict[str, Any]:
+    """A pod whose container has it."""
+    return {"containers": [{"name": "vllm", **CONTAINER, field: [item]}]}
+
+
 GPU = {"limits": {"nvidia.com/gpu": "1", "memory": "1.5Gi"}}
 
 
@@ -112,18 +120,18 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
     assert not init.get("resources")
 
     # The container that asks for an accelerator; what the pod has already stays, L1 comes on top.
-    given = [{"name": name, "value": value} for name, value in (("PYTHONPATH", "/a"), ("PYTHONPATH", "/mine"), ("POD_NAME", "me"))]
+    given = [{"name": name, "value": value} for name, value in (("PYTHONPATH", "/a"), ("PYTHONPATH", "/mine"), ("POD_IP", "me"))]
     containers = [{"name": "proxy", **CONTAINER}, {"name": "vllm", **CONTAINER, "resources": GPU, "env": given}]
     download, models = {"name": "download", **CONTAINER}, {"name": "models", "emptyDir": {}}
     two = pod(namespace, "two", containers=containers, initContainers=[download], volumes=[models])
     assert two["metadata"]["annotations"] == {"epochkv.io/joined": "vllm"}
     assert [one["name"] for one in two["spec"]["initContainers"]] == ["epochkv-connector", "download"]
-    assert env(two, "vllm").items() >= {"PYTHONPATH": "/epochkv:/mine", "POD_NAME": "me"}.items()
+    assert env(two, "vllm").items() >= {"PYTHONPATH": "/epochkv:/mine", "POD_IP": "me"}.items()
     assert container(two, "vllm")["resources"]["limits"]["memory"] == str(3 * 2**29 + 2**26)
     assert env(two, "proxy") == {}
     named = pod(namespace, "named", notes={"epochkv.io/engine-container": "proxy", "epochkv.io/local": "1Gi"}, containers=containers)
     assert env(named, "proxy")["EPOCHKV_LOCAL_CAPACITY"] == str(2**30)
-    assert env(named, "vllm").keys() == {"PYTHONPATH", "POD_NAME"}
+    assert env(named, "vllm").keys() == {"PYTHONPATH", "POD_IP"}
     large = pod(namespace, "large", pool="other", containers=containers, notes=GATED)
     assert container(large, "vllm")["resources"]["limits"]["memory"] == str(5 * 2**29)
     assert {volume["configMap"]["name"] for volume in large["spec"]["volumes"] if "configMap" in volume} == {"other-connection"}
@@ -158,7 +166,10 @@ def test_a_label_is_all_that_a_pod_needs(policy: None, namespace: Namespace, ope
         ({"epochkv.io/local": "2Pi"}, {}, "of 1Mi to 1Pi"),
         ({"epochkv.io/engine-container": "no"}, {}, 'is "no", and the pod has no such container: vllm'),
         ({"epochkv.io/fence": "yes"}, {}, 'epochkv.io/fence is "yes": it must be "true" or "false"'),
-        ({}, {"containers": [{"name": "vllm", **CONTAINER, "env": [BY_FIELD]}]}, "vllm has PYTHONPATH by valueFrom: give it a value"),
+        ({}, has("env", BY_FIELD), "vllm has PYTHONPATH by valueFrom: give it a value"),
+        ({}, has("env", {"name": "POD_NAME", "value": "me"}), "vllm has POD_NAME or POD_NAMESPACE, which is not of the pod"),
+        ({}, has("env", {"name": "EPOCHKV_LOCAL_CAPACITY", "value": "1Gi"}), "say it in annotation epochkv.io/local"),
+        ({}, has("volumeMounts", {"name": "a", "mountPath": "//epochkv/"}) | {"volumes": [EMPTY]}, "the pod has mount //epochkv/ already"),
         ({}, {"volumes": [{"name": "epochkv", "emptyDir": {}}]}, "the pod has volume epochkv already"),
         ({"epochkv.io/engines": "0"}, {}, 'epochkv.io/engines is "0": it must be a number of 1 to 64'),
         ({}, {"containers": [{"name": name, **CONTAINER} for name in ("vllm", "epochkv-connector")]}, "has container epochkv-connector"),

@@ -159,8 +159,7 @@ Revision = Annotated[str, matching(128, _WORD, "must be one word that does not b
 ModelSource = Annotated[str, matching(1024, _WORD, "must be one word that does not begin with '-': a path in the pod, or a repository")]
 Device = Annotated[str, matching(64, r"^[^\s,]+$", "must be one device, such as mlx5_0: give each device as an item of its own")]
 VariableName = Annotated[
-    str,
-    matching(256, "^[-._a-zA-Z][-._a-zA-Z0-9]*$", "must be a variable's name: letters, digits, _, - and ., not beginning with a digit"),
+    str, matching(256, "^[-._a-zA-Z][-._a-zA-Z0-9]*$", "must be a variable's name: letters, digits, _, - and ., not beginning with a digit")
 ]
 PoolName = Annotated[
     str, matching(NAME_MAX_LENGTH, NAME_PATTERN, "must be the name of a KVCachePool: a-z, 0-9 and '-', starting with a letter")

@@ -191,8 +191,7 @@ class ModelImage(ApiModel):
 
 
 ClaimName = Annotated[
-    str,
-    matching(253, "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'"),
+    str, matching(253, "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be the name of a PersistentVolumeClaim: a-z, 0-9, '-' and '.'")
 ]
 _NO_PARENT: Final = "must be a folder in the volume, without '..', such as qwen3/8b"
 Folder = Annotated[

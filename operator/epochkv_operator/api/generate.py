@@ -77,11 +77,7 @@ ENGINE = Crd(
         _column("Model", "string", ".spec.model.name", wide=True),
         _column("Age", "date", ".metadata.creationTimestamp"),
     ),
-    {
-        "specReplicasPath": ".spec.replicas",
-        "statusReplicasPath": ".status.replicas",
-        "labelSelectorPath": ".status.selector",
-    },
+    {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".status.replicas", "labelSelectorPath": ".status.selector"},
     (".spec.poolRef.name",),
 )
 CRDS = (POOL, ENGINE)

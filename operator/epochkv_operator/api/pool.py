@@ -368,6 +368,9 @@ class KVCachePoolSpec(ApiModel):
     save: Save | None = None
     """What L1 and L2 get of a request: `All` (prompt and answer, also when unset), `Prompts`, or a number of tokens from its first on. A
     request may say otherwise, and so may an InferenceEngine. Changing it restarts the engines one by one."""
+    stamp: Literal["All", "Asked"] | None = None
+    """Which answers say which weights made their tokens: `All`, or those whose request asks for it (`Asked`, also when unset). Changing it
+    restarts the engines one by one."""
     media_ids: Literal["Trusted", "Untrusted"] | None = None
     """Whether ids that clients give to pictures, videos and audio (`uuid`) stand for their content, so that nobody uses one again for other
     bytes. Unless they are `Trusted`, blocks behind such an id reach neither L1 nor L2 without a `cache_salt`. Changing it restarts the
@@ -540,10 +543,7 @@ class KVCachePoolStatus(StatusModel):
     """What the pool is. `status.epoch` is the proof: no engine finds KV that was named under an older epoch."""
 
     model_config = ruled(
-        rule(
-            "!has(self.epoch) || (has(self.targetEpoch) && self.epoch <= self.targetEpoch)",
-            "status.epoch cannot pass status.targetEpoch",
-        )
+        rule("!has(self.epoch) || (has(self.targetEpoch) && self.epoch <= self.targetEpoch)", "status.epoch cannot pass status.targetEpoch")
     )
 
     conditions: Conditions | None = None

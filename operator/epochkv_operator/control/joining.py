@@ -240,7 +240,7 @@ def explain(pod: Json, store: Store) -> str:
         mean = f"make it, or name the namespace of the pool that is meant in annotation {POOL_NAMESPACE} of the pod{of}"
         return f"{without}: namespace {namespace} has no such pool. {mean[0].upper()}{mean[1:]}. {again}"
     return (
-        f"{without}: it was made before the pool was there, or the cluster has no policy that lets pods join"
+        f"{without}: it was made before the pool or its label was there, or the cluster has no policy that lets pods join"
         f" (chart value join.enabled, Kubernetes 1.36 or later). {again}; without the policy, docs/join.md says what to write by hand"
     )
 

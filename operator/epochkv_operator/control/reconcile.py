@@ -452,8 +452,11 @@ class PodReconciler:
             self._tell(pod, "NotReporting", silent(pod, lease), warning=False)
 
     def _tell(self, pod: Json, reason: str, note: str, *, warning: bool = True) -> None:
-        self._told[key_of(pod["kind"], pod)] = self._uids(pod), reason
-        self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning)
+        key = key_of(pod["kind"], pod)
+        if self.reporter.tell(pod, reason=reason, action="Join", note=note, warning=warning):
+            self._told[key] = self._uids(pod), reason
+        else:
+            self.wake(key, START_SECONDS)
 
     def _uids(self, pod: Json) -> tuple[str, ...]:
         meant = home(pod)

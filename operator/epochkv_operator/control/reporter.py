@@ -127,15 +127,16 @@ class Reporter:
         """The object is gone."""
         self._written.pop(key, None)
 
-    def tell(self, obj: Json, *, reason: str, action: str, note: str, warning: bool = True) -> None:
-        """Something that no condition's change would say, as an Event and in the log."""
+    def tell(self, obj: Json, *, reason: str, action: str, note: str, warning: bool = True) -> bool:
+        """Something that no condition's change would say, as an Event and in the log. False: there are too many Events, so say it again."""
         about = f"{obj['kind']} {obj['metadata']['namespace']}/{obj['metadata']['name']}"
         log.log(logging.WARNING if warning else logging.INFO, "event emitted", object=about, reason=reason, note=note)
         now = time.monotonic()
         self._told = {what: at for what, at in self._told.items() if now < at + REPEAT_SECONDS}
-        if (about, note) not in self._told:  # who does the same again each second gets one Event a minute
+        fresh = (about, note) not in self._told  # who does the same again each second gets one Event a minute
+        if fresh and self._events.emit(obj, warning=warning, reason=reason, action=action, note=note):
             self._told[about, note] = now
-            self._events.emit(obj, warning=warning, reason=reason, action=action, note=note)
+        return (about, note) in self._told
 
     def _tell_labels(self, obj: Json, before: dict[bytes, str], now: dict[bytes, str], status: Json) -> None:
         """A label went from weights to others, or weights that have one got another."""

@@ -21,7 +21,6 @@ import yaml
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
 from multidict import CIMultiDict
-from requests.utils import should_bypass_proxies  # kubernetes brings it
 
 from epochkv_operator import metrics
 from epochkv_operator.api.base import MANAGED_BY
@@ -139,16 +138,23 @@ def _kubeconfig() -> str:
 
 
 def _proxy(server: str) -> str | None:
-    """What the environment says, as kubectl reads it: `NO_PROXY` may have ranges of addresses, and this machine needs no proxy."""
-    url = urlsplit(server)
-    host, proxy = url.hostname or "", getproxies_environment().get(url.scheme)
-    try:
-        here = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        here = host == "localhost"
-    if not proxy or here or should_bypass_proxies(server, no_proxy=None):
+    """What the environment says, as kubectl reads it: `NO_PROXY` has names (of their subdomains, too), addresses and ranges, each with a
+    port or without. This machine needs no proxy."""
+    url, said = urlsplit(server), getproxies_environment()
+    host, proxy = url.hostname or "", said.get(url.scheme)
+    beside = ["localhost", "127.0.0.0/8", "::1", *(rule.strip() for rule in said.get("no", "").lower().split(","))]
+    port = f":{url.port or {'http': 80}.get(url.scheme, 443)}"
+    if not proxy or any(_is_meant(host, rule) or _is_meant(host, rule.removesuffix(port)) for rule in beside):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _is_meant(host: str, rule: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(rule.strip("[]"), strict=False)
+    except ValueError:
+        name = rule.removeprefix("*")
+        return rule == "*" or host == name or (name.strip(".") != "" and host.endswith(f".{name.removeprefix('.')}"))
 
 
 def _impersonation(user: Json) -> Iterator[tuple[str, str]]:
@@ -211,8 +217,10 @@ class KubeClient:
             configuration.refresh_api_key_hook = partial(_run_plugin_again, loader)
         configuration.proxy = configuration.proxy or _proxy(configuration.host)
         if configuration.proxy and not configuration.proxy.startswith(("http://", "https://")):
+            proxy = urlsplit(configuration.proxy)
+            at = f"{proxy.scheme}://{proxy.netloc.rpartition('@')[2]}"  # without its password
             raise kubernetes_config.ConfigException(
-                f"the proxy {configuration.proxy} is neither http:// nor https://: run `kubectl proxy`, with a kubeconfig for its address"
+                f"the proxy {at} is neither http:// nor https://: run `kubectl proxy`, with a kubeconfig for its address"
             )
         return cls(configuration, deadline_seconds, list(_impersonation(user)))
 

@@ -118,8 +118,10 @@ class EventRecorder:
     _instance: str
     _queue: asyncio.Queue[tuple[str, Json]] = field(default_factory=lambda: asyncio.Queue(256))
 
-    def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> None:
-        """Say what changed about an object. `reason` is CamelCase. The API server takes 1 kB of `note`, and names like those of pods."""
+    def emit(self, about: Json, *, warning: bool, reason: str, action: str, note: str) -> bool:
+        """Say what changed about an object, unless too many wait. `reason` is CamelCase. The API server takes 1 kB of `note`, names like
+        those of pods.
+        """
         metadata = about["metadata"]
         namespace = metadata.get("namespace", "default")
         about_object = {"apiVersion": about["apiVersion"], "kind": about["kind"], "namespace": namespace}
@@ -141,6 +143,8 @@ class EventRecorder:
         except asyncio.QueueFull:
             name = f"{namespace}/{metadata['name']}"
             log.warning("event dropped: the API server takes events too slowly", object=name, reason=reason)
+            return False
+        return True
 
     async def run(self) -> None:
         while True:

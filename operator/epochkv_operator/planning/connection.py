@@ -10,20 +10,8 @@ from epochkv_fence import launch, quantity
 from epochkv_operator.api.base import ENGINE_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine
 from epochkv_operator.api.pool import KVCachePool, Mooncake, Transport
+from epochkv_operator.planning import names
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.names import (
-    COMPONENT_LABEL,
-    CREDENTIALS_DIR,
-    MASTER_ADMIN_PORT,
-    MASTER_RPC_PORT,
-    SCRAPE_LABEL,
-    STORE_HEALTH_PORT,
-    component_name,
-    component_selector,
-    engine_object,
-    engine_selector,
-    pool_object,
-)
 
 
 def etcd_endpoints(mooncake: Mooncake) -> str | None:
@@ -48,7 +36,7 @@ def master_address(pool: KVCachePool) -> str | None:
     etcd = etcd_endpoints(distributed.mooncake)
     if etcd is not None:
         return f"etcd://{etcd}"
-    return f"{component_name(pool.metadata.name, 'master')}.{pool.metadata.namespace}.svc:{MASTER_RPC_PORT}"
+    return f"{names.component_name(pool.metadata.name, 'master')}.{pool.metadata.namespace}.svc:{names.MASTER_RPC_PORT}"
 
 
 def cluster_of(pool: KVCachePool) -> str | None:
@@ -80,7 +68,7 @@ def connection(pool: KVCachePool, context: Context, save: int | str | None = Non
     metadata = pool.metadata
     config: Json = {
         "pool": {"name": metadata.name, "namespace": metadata.namespace, "uid": metadata.uid},
-        "hub": {"endpoint": context.settings.endpoint, "credentials_dir": CREDENTIALS_DIR},
+        "hub": {"endpoint": context.settings.endpoint, "credentials_dir": names.CREDENTIALS_DIR},
     }
     if pool.spec.local is not None:
         config["local"] = {"capacity_bytes": quantity.to_bytes(pool.spec.local.capacity)}
@@ -98,6 +86,8 @@ def connection(pool: KVCachePool, context: Context, save: int | str | None = Non
     save = pool.spec.save if save is None else save
     if save is not None:
         config["save"] = save if isinstance(save, str) else {"max_tokens": save}
+    if pool.spec.stamp == "All":
+        config["stamp"] = True
     if pool.spec.media_ids == "Trusted":
         config["trust_media_ids"] = True
     return config
@@ -118,32 +108,33 @@ def pool_policies(pool: KVCachePool, context: Context) -> list[Json]:
         return []
     assert pool.mooncake is not None
     name, members = pool.metadata.name, _members(pool)
-    scrapers = [{"namespaceSelector": {"matchLabels": {SCRAPE_LABEL: "true"}}}]
+    scrapers = [{"namespaceSelector": {"matchLabels": {names.SCRAPE_LABEL: "true"}}}]
     operator = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
-        **_pods({"app.kubernetes.io/part-of": "epochkv", COMPONENT_LABEL: "operator"}),
+        **_pods({"app.kubernetes.io/part-of": "epochkv", names.COMPONENT_LABEL: "operator"}),
     }
     ingress = {
         "master": [
-            {"from": members, "ports": [_tcp(MASTER_RPC_PORT)]},
-            {"from": [operator, *scrapers], "ports": [_tcp(MASTER_ADMIN_PORT)]},
+            {"from": members, "ports": [_tcp(names.MASTER_RPC_PORT)]},
+            {"from": [operator, *scrapers], "ports": [_tcp(names.MASTER_ADMIN_PORT)]},
         ],
         "store": [
             {"from": members, "ports": [_tcp(*(SSD_PORTS if pool.mooncake.store.ssd else launch.TRANSFER_PORTS))]},
-            {"from": scrapers, "ports": [_tcp(STORE_HEALTH_PORT)]},
+            {"from": scrapers, "ports": [_tcp(names.STORE_HEALTH_PORT)]},
         ],
     }
-    policies = {component: _policy(component_selector(name, component), allowed) for component, allowed in ingress.items()}
+    policies = {component: _policy(names.component_selector(name, component), allowed) for component, allowed in ingress.items()}
     policies["joined"] = _policy({POOL_LABEL: name}, _engine_ingress(pool))
     not_ours = {"key": MANAGED_BY_LABEL, "operator": "NotIn", "values": [MANAGED_BY]}
     policies["joined"]["spec"]["podSelector"]["matchExpressions"] = [not_ours]
-    return [pool_object("NetworkPolicy", pool, component, context, policy) for component, policy in policies.items()]
+    return [names.pool_object("NetworkPolicy", pool, component, context, policy) for component, policy in policies.items()]
 
 
 def engine_policy(engine: InferenceEngine, pool: KVCachePool, context: Context) -> list[Json]:
     if pool.spec.network_policy.mode == "Disabled" or pool.mooncake is None:
         return []
-    return [engine_object("NetworkPolicy", engine, context, _policy(engine_selector(engine.metadata.name), _engine_ingress(pool)))]
+    policy = _policy(names.engine_selector(engine.metadata.name), _engine_ingress(pool))
+    return [names.engine_object("NetworkPolicy", engine, context, policy)]
 
 
 def _engine_ingress(pool: KVCachePool) -> list[Json]:
@@ -193,7 +184,7 @@ def engine_monitor(engine: InferenceEngine, selector: dict[str, str], context: C
     body = _body(selector, "http")
     if tls:  # a certificate has no name of a pod
         body["spec"]["podMetricsEndpoints"][0] |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
-    return [engine_object("PodMonitor", engine, context, body, more=dict(context.settings.monitor_labels))]
+    return [names.engine_object("PodMonitor", engine, context, body, more=dict(context.settings.monitor_labels))]
 
 
 def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
@@ -202,7 +193,7 @@ def pool_monitors(pool: KVCachePool, context: Context) -> list[Json]:
         return []
     name, labels = pool.metadata.name, dict(context.settings.monitor_labels)
     return [
-        pool_object("PodMonitor", pool, component, context, _body(component_selector(name, component), port), labels)
+        names.pool_object("PodMonitor", pool, component, context, _body(names.component_selector(name, component), port), labels)
         for component, port in (("master", "admin"), ("store", "health"))
     ]
 

@@ -8,20 +8,8 @@ from epochkv_operator.api.base import ANY, GATE, POOL_LABEL
 from epochkv_operator.api.engine import InferenceEngine, InferenceEngineSpec, is_zero
 from epochkv_operator.api.pool import KVCachePool
 from epochkv_operator.planning import connection as wiring
-from epochkv_operator.planning import podspec
+from epochkv_operator.planning import names, podspec
 from epochkv_operator.planning.context import Context, Json, KindNotServed
-from epochkv_operator.planning.names import (
-    CONNECTION_ANNOTATION,
-    CREDENTIALS_DIR,
-    ENGINE_PORT,
-    HASH_ANNOTATION,
-    component_name,
-    digest,
-    engine_account,
-    engine_labels,
-    engine_object,
-    engine_selector,
-)
 from epochkv_operator.planning.serving import ANYTHING
 
 MODELS_DIR: Final = "/models"
@@ -86,7 +74,7 @@ def follower_command(engine: InferenceEngine, pool: KVCachePool | None, context:
 def _shared(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> list[str]:
     """What all pods of a replica are told."""
     spec = engine.spec
-    arguments = ["--port", str(ENGINE_PORT)]
+    arguments = ["--port", str(names.ENGINE_PORT)]
     if spec.model.revision is not None:
         arguments += ["--revision", spec.model.revision]
     given = flags(spec.args or ())
@@ -208,10 +196,10 @@ _PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 def pod_template(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
     """`{metadata, spec}` of the pods that serve. Raises `InvalidTemplate`: an override in `spec.template` that belongs to the operator."""
     startup_seconds = _BASE_SECONDS + _weights_bytes(engine.spec) // _BYTES_PER_SECOND
-    health = partial(podspec.http_probe, "/health", ENGINE_PORT, tls=serves_tls(engine.spec))
+    health = partial(podspec.http_probe, "/health", names.ENGINE_PORT, tls=serves_tls(engine.spec))
     container = {
         **command(engine, pool, context),
-        "ports": [podspec.port("http", ENGINE_PORT)],
+        "ports": [podspec.port("http", names.ENGINE_PORT)],
         "startupProbe": health(period=PERIOD_SECONDS, failures=-(-startup_seconds // PERIOD_SECONDS)),
         "readinessProbe": health(period=5, failures=3),
         "livenessProbe": health(period=10, failures=3),
@@ -238,11 +226,11 @@ def follower_template(engine: InferenceEngine, pool: KVCachePool | None, context
 
 
 def _finished(engine: InferenceEngine, pool: KVCachePool | None, context: Context, container: Json) -> Json:
-    labels = {POOL_LABEL: "", **engine_labels(engine)}  # of all pods, so that one watch shows them
+    labels = {POOL_LABEL: "", **names.engine_labels(engine)}  # of all pods, so that one watch shows them
     template: Json = {"metadata": {"labels": labels}, "spec": _pod_spec(engine, pool, context, container)}
     if pool is not None:
         config = wiring.connection(pool, context, engine.spec.save)
-        template["metadata"]["annotations"] = {CONNECTION_ANNOTATION: digest([config, context.credentials_revision])}
+        template["metadata"]["annotations"] = {names.CONNECTION_ANNOTATION: names.digest([config, context.credentials_revision])}
     return podspec.finish_pod(template, engine.spec.template, "engine", "spec.template")
 
 
@@ -251,15 +239,11 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
     shm = quantity.from_bytes(_SHM_BYTES_PER_RANK * spec.parallelism.ranks_per_pod)
     model, model_mounts = model_volumes(spec)
     mounts: list[Json] = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}, *model_mounts]
-    volumes: list[Json] = [
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}},
-        *model,
-    ]
+    volumes: list[Json] = [{"name": "tmp", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}}, *model]
     if pool is not None:
-        mounts.append({"name": podspec.FENCE_VOLUME, "mountPath": CREDENTIALS_DIR, "readOnly": True})
+        mounts.append({"name": podspec.FENCE_VOLUME, "mountPath": names.CREDENTIALS_DIR, "readOnly": True})
         mode = 0o444 if security == "platform" else 0o440  # the group is fsGroup, which not every platform sets
-        secret = {"secretName": component_name(pool.metadata.name, "fence"), "defaultMode": mode}
+        secret = {"secretName": names.component_name(pool.metadata.name, "fence"), "defaultMode": mode}
         volumes.append({"name": podspec.FENCE_VOLUME, "secret": secret})
     container: Json = {
         "name": "engine",
@@ -275,7 +259,7 @@ def _pod_spec(engine: InferenceEngine, pool: KVCachePool | None, context: Contex
         container["imagePullPolicy"] = spec.image_pull_policy
     pod = {
         **podspec.base_spec(security),
-        "serviceAccountName": engine_account(engine.metadata.name),
+        "serviceAccountName": names.engine_account(engine.metadata.name),
         "terminationGracePeriodSeconds": _GRACE_SECONDS,
         "containers": [container],
         "volumes": volumes,
@@ -317,7 +301,7 @@ def leader_worker_set(engine: InferenceEngine, pool: KVCachePool | None, context
         "leaderTemplate": leader,
         "workerTemplate": follower_template(engine, pool, context),
     }
-    leader["metadata"]["annotations"] = {**leader["metadata"].get("annotations", {}), HASH_ANNOTATION: digest(group)}
+    leader["metadata"]["annotations"] = {**leader["metadata"].get("annotations", {}), names.HASH_ANNOTATION: names.digest(group)}
     return {
         "spec": {
             "replicas": engine.spec.replicas,
@@ -347,7 +331,7 @@ def workload_of(engine: InferenceEngine) -> tuple[str, str]:
 
 def leader_selector(engine: InferenceEngine) -> dict[str, str]:
     """Selector of one pod of each replica: the one that answers requests and speaks with the hub."""
-    selector = engine_selector(engine.metadata.name)
+    selector = names.engine_selector(engine.metadata.name)
     return {**selector, **_LEADER} if engine.spec.parallelism.nodes > 1 else selector
 
 
@@ -361,16 +345,18 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
         InvalidTemplate: an override in `spec.template` that belongs to the operator.
         KindNotServed: the engine spans nodes, and the cluster has no LeaderWorkerSet.
     """
-    lost, selector = engine.spec.update_strategy.max_unavailable, engine_selector(engine.metadata.name)
-    service = podspec.service(leader_selector(engine), "http", ENGINE_PORT)
+    lost, selector = engine.spec.update_strategy.max_unavailable, names.engine_selector(engine.metadata.name)
+    service = podspec.service(leader_selector(engine), "http", names.ENGINE_PORT)
     # A budget that allows nothing would keep nodes from being drained for ever.
     budget = podspec.budget(selector, 1 if is_zero(lost) else lost)
     return [
-        engine_object("ServiceAccount", engine, context, {"automountServiceAccountToken": False}, engine_account(engine.metadata.name)),
+        names.engine_object(
+            "ServiceAccount", engine, context, {"automountServiceAccountToken": False}, names.engine_account(engine.metadata.name)
+        ),
         *(wiring.engine_policy(engine, pool, context) if pool is not None else []),  # no pod runs before it
         _workload(engine, pool, context),
-        engine_object("Service", engine, context, {"spec": service}),
-        engine_object("PodDisruptionBudget", engine, context, budget),
+        names.engine_object("Service", engine, context, {"spec": service}),
+        names.engine_object("PodDisruptionBudget", engine, context, budget),
         *wiring.engine_monitor(engine, leader_selector(engine), context, tls=serves_tls(engine.spec)),
     ]
 
@@ -378,14 +364,14 @@ def desired_engine(engine: InferenceEngine, pool: KVCachePool | None, context: C
 def _workload(engine: InferenceEngine, pool: KVCachePool | None, context: Context) -> Json:
     kind, name = workload_of(engine)
     if kind == "LeaderWorkerSet":
-        return engine_object(kind, engine, context, leader_worker_set(engine, pool, context), name, placement(engine))
+        return names.engine_object(kind, engine, context, leader_worker_set(engine, pool, context), name, placement(engine))
     template = pod_template(engine, pool, context)
     spec = {
         "replicas": engine.spec.replicas,
         "revisionHistoryLimit": 3,
         "progressDeadlineSeconds": progress_deadline(template["spec"]),
-        "selector": {"matchLabels": engine_selector(engine.metadata.name)},
+        "selector": {"matchLabels": names.engine_selector(engine.metadata.name)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": engine.spec.update_strategy.model_dump()},
         "template": template,
     }
-    return engine_object(kind, engine, context, {"spec": spec}, name)
+    return names.engine_object(kind, engine, context, {"spec": spec}, name)

@@ -194,8 +194,7 @@ def merge(base: Json, patch: Json, path: str) -> Json:
     result = dict(base)
     for key, value in patch.items():
         here = f"{path}.{key}"
-        if key.startswith("$"):
-            raise InvalidTemplate(f"{here}: the only directive is {{$patch: delete}} in the place of a value, which removes it")
+        _refuse_directive(key, here)
         if value is None:
             result.pop(key, None)
         elif key in _MERGE_KEYS:
@@ -205,8 +204,13 @@ def merge(base: Json, patch: Json, path: str) -> Json:
                 raise InvalidTemplate(f"{here} is {value!r}; it must be an object")
             result[key] = merge(result[key], value, here)
         else:
-            result[key] = _without_nulls(value)
+            result[key] = _without_nulls(value, here)
     return result
+
+
+def _refuse_directive(key: str, path: str) -> None:
+    if key.startswith("$"):
+        raise InvalidTemplate(f"{path}: the only directive is {{$patch: delete}} in the place of a value, which removes it")
 
 
 def _merge_list(base: list[Json], patch: Any, field: str, path: str) -> list[Json]:
@@ -221,7 +225,7 @@ def _merge_list(base: list[Json], patch: Any, field: str, path: str) -> list[Jso
         if known is None:
             result.append(merge({}, item, f"{path}[{index}]"))
         elif _replaces(field, result[known], item):
-            result[known] = _without_nulls(item)
+            result[known] = _without_nulls(item, f"{path}[{index}]")
         else:
             result[known] = merge(result[known], item, f"{path}[{index}]")
     return result
@@ -232,11 +236,13 @@ def _replaces(field: str, base: Json, patch: Json) -> bool:
     return (field == "env" and len(patch) > 1) or (field == "volumes" and not (base.keys() & patch.keys()) - {"name"})
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, path: str) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        for key in value:
+            _refuse_directive(key, f"{path}.{key}")
+        return {key: _without_nulls(item, f"{path}.{key}") for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_without_nulls(item, f"{path}[{index}]") for index, item in enumerate(value)]
     return value
 
 

@@ -7,21 +7,8 @@ from epochkv_fence import quantity
 from epochkv_operator.api.base import POOL_NAMESPACE, SHARED_LABEL, PodTemplate
 from epochkv_operator.api.pool import KVCachePool, Mooncake
 from epochkv_operator.planning import connection as wiring
-from epochkv_operator.planning import podspec
+from epochkv_operator.planning import names, podspec
 from epochkv_operator.planning.context import Context, Json
-from epochkv_operator.planning.names import (
-    KEYS_ANNOTATION,
-    MASTER_ADMIN_PORT,
-    MASTER_RPC_PORT,
-    STORE_HEALTH_PORT,
-    STORE_REST_PORT,
-    component_name,
-    component_selector,
-    copy_name,
-    pool_labels,
-    pool_object,
-    stamped,
-)
 
 # What a store process needs beside its segment (measured: 331 MiB peak with a full segment of 256 MiB), with its local buffer.
 _STORE_OVERHEAD_BYTES = 320 * 2**20
@@ -41,13 +28,13 @@ _SSD_MASTER_ARGUMENTS = ("--enable_offload=true",)
 # Readers get misses at once. Otherwise each waits for seconds for a store that is gone, until the master forgets it.
 _SSD_DEREGISTER = (
     "import urllib.request as u; u.build_opener(u.ProxyHandler({})).open(u.Request("
-    f"'http://127.0.0.1:{STORE_REST_PORT}/api/unmount_local_disk', b'{{\"grace_period_seconds\": 2}}', method='POST'), timeout=15)"
+    f"'http://127.0.0.1:{names.STORE_REST_PORT}/api/unmount_local_disk', b'{{\"grace_period_seconds\": 2}}', method='POST'), timeout=15)"
 )
 
 # Both servers of Mooncake's own store listen on IPv4 alone; our module answers on IPv6 for them.
-_LISTENS = f"import socket; socket.create_connection(('127.0.0.1', {STORE_REST_PORT}), 2)"
+_LISTENS = f"import socket; socket.create_connection(('127.0.0.1', {names.STORE_REST_PORT}), 2)"
 _HEALTHY = (
-    f"import http.client as h; c = h.HTTPConnection('127.0.0.1', {STORE_HEALTH_PORT}, timeout=4); c.request('GET', '/health'); "
+    f"import http.client as h; c = h.HTTPConnection('127.0.0.1', {names.STORE_HEALTH_PORT}, timeout=4); c.request('GET', '/health'); "
     "exit(c.getresponse().status != 200)"
 )
 
@@ -60,23 +47,23 @@ def desired_pool(pool: KVCachePool, context: Context) -> list[Json]:
     """
 
     def child(kind: str, component: str, body: Json) -> Json:
-        return pool_object(kind, pool, component, context, body)
+        return names.pool_object(kind, pool, component, context, body)
 
     objects = [child("ConfigMap", "connection", {"data": _connection_files(pool, context)})]
     mooncake = pool.mooncake
     if mooncake is None:
         return objects
     objects += wiring.pool_policies(pool, context)  # no pod runs before them
-    masters, stores = component_selector(pool.metadata.name, "master"), component_selector(pool.metadata.name, "store")
+    masters, stores = names.component_selector(pool.metadata.name, "master"), names.component_selector(pool.metadata.name, "store")
     objects.append(child("Deployment", "master", {"spec": _master(pool, mooncake, context)}))
     if not wiring.etcd_endpoints(mooncake):  # through etcd, clients find the leader by themselves
         # Without the admin port: it accepts a flush.
-        objects.append(child("Service", "master", {"spec": podspec.service(masters, "rpc", MASTER_RPC_PORT)}))
+        objects.append(child("Service", "master", {"spec": podspec.service(masters, "rpc", names.MASTER_RPC_PORT)}))
     return [
         *objects,
         child("PodDisruptionBudget", "master", podspec.budget(masters)),
         child("StatefulSet", "store", {"spec": _store(pool, mooncake, context)}),
-        child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", STORE_HEALTH_PORT)}}),
+        child("Service", "store", {"spec": {"clusterIP": "None", **podspec.service(stores, "health", names.STORE_HEALTH_PORT)}}),
         child("PodDisruptionBudget", "store", podspec.budget(stores)),
         *wiring.pool_monitors(pool, context),
     ]
@@ -88,12 +75,12 @@ def shared_connection(pool: KVCachePool, namespace: str, keys: str, context: Con
     Args:
         keys: changes when the Secret beside it must.
     """
-    home, labels = pool.metadata, pool_labels(pool.metadata.name, "connection")
-    name = copy_name(home.namespace, home.name, "connection")
+    home, labels = pool.metadata, names.pool_labels(pool.metadata.name, "connection")
+    name = names.copy_name(home.namespace, home.name, "connection")
     del labels["app.kubernetes.io/instance"]  # Argo CD knows by it what is its own, and prunes of that what no object owns
     metadata = {"name": name, "namespace": namespace, "labels": {SHARED_LABEL: "true", **labels}}
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": _connection_files(pool, context)}
-    return stamped(body, context, {POOL_NAMESPACE: home.namespace, KEYS_ANNOTATION: keys})
+    return names.stamped(body, context, {POOL_NAMESPACE: home.namespace, names.KEYS_ANNOTATION: keys})
 
 
 def _connection_files(pool: KVCachePool, context: Context) -> dict[str, str]:
@@ -110,7 +97,7 @@ def _connection_files(pool: KVCachePool, context: Context) -> dict[str, str]:
 
 def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     etcd = wiring.etcd_endpoints(mooncake)
-    health = podspec.http_probe("/health", MASTER_ADMIN_PORT, period=10, failures=3)
+    health = podspec.http_probe("/health", names.MASTER_ADMIN_PORT, period=10, failures=3)
     container: Json = {
         "name": "master",
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -118,9 +105,9 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         "command": podspec.started(_MASTER if etcd else f"{_MASTER} --rpc_address=$any", podspec.EVERY_ADDRESS, _NO_PROXY),
         "args": [*_master_arguments(pool, etcd), *([] if mooncake.store.ssd is None else _SSD_MASTER_ARGUMENTS)],
         "env": [podspec.pod_ip()],
-        "ports": [podspec.port("rpc", MASTER_RPC_PORT), podspec.port("admin", MASTER_ADMIN_PORT)],
+        "ports": [podspec.port("rpc", names.MASTER_RPC_PORT), podspec.port("admin", names.MASTER_ADMIN_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
-        "readinessProbe": health if etcd else podspec.tcp_probe(MASTER_RPC_PORT, period=2, failures=3),
+        "readinessProbe": health if etcd else podspec.tcp_probe(names.MASTER_RPC_PORT, period=2, failures=3),
         "livenessProbe": health,
         "securityContext": podspec.container_security(),
     }
@@ -135,9 +122,9 @@ def _master(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
 
 def _master_arguments(pool: KVCachePool, etcd: str | None) -> list[str]:
     arguments = [
-        f"--rpc_port={MASTER_RPC_PORT}",
+        f"--rpc_port={names.MASTER_RPC_PORT}",
         "--rpc_thread_num=4",
-        f"--metrics_port={MASTER_ADMIN_PORT}",
+        f"--metrics_port={names.MASTER_ADMIN_PORT}",
         "--client_ttl=10",
         "--default_kv_lease_ttl=10000",
         "--eviction_high_watermark_ratio=0.85",
@@ -164,16 +151,16 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
     memory = quantity.from_bytes(-(-num_bytes // 2**20) * 2**20)  # in whole MiB
     fill_seconds = segment // _SLOW_FILL_BYTES_PER_SECOND
     own = mooncake.image is None
-    listens = partial(podspec.tcp_probe, STORE_REST_PORT) if own else partial(podspec.exec_probe, _LISTENS)
-    healthy = partial(podspec.http_probe, "/health", STORE_HEALTH_PORT) if own else partial(podspec.exec_probe, _HEALTHY)
+    listens = partial(podspec.tcp_probe, names.STORE_REST_PORT) if own else partial(podspec.exec_probe, _LISTENS)
+    healthy = partial(podspec.http_probe, "/health", names.STORE_HEALTH_PORT) if own else partial(podspec.exec_probe, _HEALTHY)
     container: Json = {
         "name": "store",
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "image": mooncake.image or context.settings.store_image,
         "command": podspec.started(f"python3 -m {_STORE_MODULE if own else _PLAIN_STORE_MODULE}", _MOONCAKE_IPV6, _NO_PROXY),
-        "args": ["--port", str(STORE_REST_PORT), "--max-wait-time", "60"],
+        "args": ["--port", str(names.STORE_REST_PORT), "--max-wait-time", "60"],
         "env": [podspec.pod_ip(), *podspec.environment(_store_environment(pool, mooncake, segment) | _ssd_environment(mooncake, segment))],
-        "ports": [podspec.port("health", STORE_HEALTH_PORT)],
+        "ports": [podspec.port("health", names.STORE_HEALTH_PORT)],
         "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
         # The kernel fills the segment, and setup may wait for the master for a minute; only then does the process listen.
         "startupProbe": listens(period=2, failures=60 + fill_seconds // 2),
@@ -196,7 +183,7 @@ def _store(pool: KVCachePool, mooncake: Mooncake, context: Context) -> Json:
         spec = podspec.with_disk(spec, quantity.to_bytes(mooncake.store.ssd.capacity), mooncake.store.ssd.storage_class_name, _SSD_MOUNT)
     return {
         "replicas": mooncake.store.replicas,
-        "serviceName": component_name(pool.metadata.name, "store"),
+        "serviceName": names.component_name(pool.metadata.name, "store"),
         "podManagementPolicy": "Parallel",
         **_pods(pool, "store", spec, mooncake.store.template),
     }
@@ -213,7 +200,7 @@ def _store_environment(pool: KVCachePool, mooncake: Mooncake, segment: int) -> d
         "MOONCAKE_GLOBAL_SEGMENT_SIZE": str(segment),
         "MOONCAKE_LOCAL_BUFFER_SIZE": str(_STORE_LOCAL_BUFFER_BYTES),
         "MOONCAKE_ENABLE_CLIENT_HTTP_SERVER": "true",
-        "MOONCAKE_CLIENT_HTTP_PORT": str(STORE_HEALTH_PORT),
+        "MOONCAKE_CLIENT_HTTP_PORT": str(names.STORE_HEALTH_PORT),
         "HOME": "/tmp",
     }
 
@@ -241,9 +228,9 @@ def _ssd_environment(mooncake: Mooncake, segment: int) -> dict[str, str]:
 def _pods(pool: KVCachePool, component: str, spec: Json, overrides: PodTemplate | None) -> Json:
     """What Deployment and StatefulSet have in common: their pods, with the user's overrides."""
     name = pool.metadata.name
-    pod = {"metadata": {"labels": pool_labels(name, component)}, "spec": spec}
+    pod = {"metadata": {"labels": names.pool_labels(name, component)}, "spec": spec}
     return {
         "revisionHistoryLimit": 3,
-        "selector": {"matchLabels": component_selector(name, component)},
+        "selector": {"matchLabels": names.component_selector(name, component)},
         "template": podspec.finish_pod(pod, overrides, component, f"spec.distributed.mooncake.{component}.template"),
     }

@@ -81,11 +81,15 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
 )
 def test_what_is_saved_is_what_the_engine_says_or_its_pool(of_pool: Any, of_engine: Any, expected: Any) -> None:
     wanted, used = pool(), engine("minimal")
-    of_pool_spec = {"save": of_pool, "media_ids": "Trusted" if of_pool == "Prompts" else None}
+    of_pool_spec = {
+        "save": of_pool,
+        "media_ids": "Trusted" if of_pool == "Prompts" else None,
+        "stamp": "All" if of_pool == "Prompts" else None,
+    }
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update=of_pool_spec)})
     used = used.model_copy(update={"spec": used.spec.model_copy(update={"save": of_engine})})
     config = ConnectorConfig.parse(transfer_of(containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]), environ={})
-    assert (config.save, config.trust_media_ids) == (expected, of_pool == "Prompts")
+    assert (config.save, config.trust_media_ids, config.stamp) == (expected, *[of_pool == "Prompts"] * 2)
 
 
 @pytest.mark.parametrize("spec", POOL_SPECS)
@@ -503,6 +507,7 @@ def test_who_chooses_the_ids_of_pods(default: PodSecurity, own: str, fixed: bool
         ({"containers": {"name": "engine"}}, "spec.template.spec.containers must be a list of objects"),
         ({"containers": [{"name": "engine", "$patch": "delete"}]}, "the only directive is {$patch: delete}"),
         ({"securityContext": {"$patch": "replace"}}, "the only directive is {$patch: delete}"),
+        ({"tolerations": [{"$patch": "delete"}]}, "tolerations[0].$patch: the only directive is {$patch: delete}"),
         ({"volumes": {"$patch": "delete"}}, "volumes is removed, and with it the operator's own volumes"),
         ({"securityContext": "none"}, "it must be an object"),
         ({"containers": None}, "containers is removed, and with it the operator's own"),

@@ -96,6 +96,10 @@ async def proxy_of(client: KubeClient) -> Any:
         ("https://10.1.2.3:6443", {"HTTP_PROXY": "http://proxy:3128", "ALL_PROXY": "http://proxy:3128"}, None),
         ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "example.com,10.0.0.0/8"}, None),
         ("https://api.example.com", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".example.com"}, None),
+        ("https://api.example.com", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "le.com, *.org"}, "http://proxy:3128"),
+        ("https://api.example.com", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "*.Example.com"}, None),
+        ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "10.1.2.3:6443"}, None),
+        ("https://[fd00::1]:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "fd00::/8"}, None),
         # As of kind, and of a tunnel.
         ("https://127.0.0.1:6443", {"HTTPS_PROXY": "http://proxy:3128"}, None),
         ("https://localhost:6443", {"HTTPS_PROXY": "http://proxy:3128"}, None),
@@ -139,7 +143,7 @@ async def test_in_a_cluster_no_proxy_counts(host: str, ask: Asking, write: Calla
 
 
 def test_a_proxy_that_we_cannot_use_is_named(write: Callable[..., None]) -> None:
-    write(proxy_url="socks5://10.0.0.1:1080")
+    write(proxy_url="socks5://me:secret@10.0.0.1:1080")
     with pytest.raises(ConfigException, match=r"socks5://10\.0\.0\.1:1080 is neither http"):
         asyncio.run(answered(by_client))
 

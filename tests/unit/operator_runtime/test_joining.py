@@ -122,6 +122,19 @@ def test_the_secret_is_there_before_pods_join_and_until_none_does() -> None:
     assert rig.server.objects == {}
 
 
+@pytest.mark.parametrize("reason", [None, "NamespacesNotListed"])
+def test_a_selector_leaves_out_its_own_and_a_list_that_fails_withdraws_nothing(reason: str | None) -> None:
+    rig: Any = Rig("team", "rl", "ends")
+    rig.pool = pool({"local": {"capacity": "1Gi"}, "allowedNamespaces": {"selector": {"matchLabels": {"rl": "yes"}}}})
+    there = [{"metadata": {"name": name, "deletionTimestamp": ends}} for name, ends in (("team", None), ("rl", None), ("ends", GOING[7]))]
+    answers = [(there, "1"), Unavailable(0, "Timeout", "no answer", "GET")]
+    for rig.server.list in (AsyncMock(return_value=answers[0]), *([AsyncMock(side_effect=answers[1])] if reason else [])):
+        rig.copies._matched.clear()
+        asyncio.run(rig.copies.keep(KEY, rig.pool, KEYS, CONTEXT))
+        assert {namespace for _, namespace, _ in rig.server.objects} == {"team"}
+    assert rig.problem() == (reason and (reason, "no answer"))
+
+
 @pytest.mark.parametrize("hangs", [False, True], ids=["it is not there", "its webhook hangs"])
 def test_a_namespace_that_takes_no_copy_is_asked_once_in_a_while(monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
     clock = [100.0]
