@@ -21,6 +21,11 @@ LWS: Final = ("lws", "sigs.k8s.io/lws")
 #: CRD -> folder of `cluster/tools` that pins its module, the module, and the file in it.
 CRDS: Final = {
     "leaderworkersets.leaderworkerset.x-k8s.io": (*LWS, "config/crd/bases/leaderworkerset.x-k8s.io_leaderworkersets.yaml"),
+    "llminferenceservices.serving.kserve.io": (
+        "crds",
+        "github.com/kserve/kserve",
+        "config/crd/full/llmisvc/serving.kserve.io_llminferenceservices.yaml",
+    ),
     "rayclusters.ray.io": (
         "crds",
         "github.com/ray-project/kuberay/ray-operator",
@@ -37,7 +42,7 @@ CRDS: Final = {
 def read_crd(name: str) -> dict[str, Any]:
     """The CustomResourceDefinition of this name, one of `CRDS`. Raises as `module_folder`."""
     pins, module, file = CRDS[name]
-    crd: dict[str, Any] = yaml.safe_load((module_folder(pins, module) / file).read_text())
+    crd: dict[str, Any] = yaml.load((module_folder(pins, module) / file).read_text(), Loader=yaml.CSafeLoader)
     return crd
 
 

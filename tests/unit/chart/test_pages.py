@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import yaml
 from epochkv_operator import doctor
 from epochkv_operator.api.generate import ENGINE, manifest
 from hack.cluster import binaries
+from hack.other_crds import read_crd
 
 ROOT = Path(__file__).resolve().parents[3]
-LABEL, POOL = "epochkv.io/pool", "policy"
+LABEL, POOL, KSERVE, SAMPLES = "epochkv.io/pool", "policy", "llminferenceservices.serving.kserve.io", "config/samples"
 Json = dict[str, Any]
 
 
@@ -100,9 +102,25 @@ def test_kustomize_labels_pods_and_no_selector(tmp_path: Path) -> None:
         assert made["spec"]["containers"][0]["image"] == "docker.io/vllm/vllm-openai:v0.32.0"
 
 
-def test_labels_of_pods_stand_where_the_platforms_take_them() -> None:
-    (kserve,), (dynamo,) = page("recipes/kserve"), page("recipes/dynamo")
-    assert kserve["spec"]["labels"] == {LABEL: POOL}
-    (worker,) = dynamo["spec"]["components"]
-    assert (dynamo["apiVersion"], worker["type"]) == ("nvidia.com/v1beta1", "worker")
-    assert worker["podTemplate"]["metadata"]["labels"] == {LABEL: POOL}
+def unknown(given: Any, schema: Json, path: str) -> Iterator[str]:
+    """Fields that a CRD does not have. Of what it takes as it is, none."""
+    if isinstance(given, list):
+        for item in given:
+            yield from unknown(item, schema["items"], path)
+    elif isinstance(given, dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        for name, value in given.items():
+            field = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            yield from [f"{path}.{name}"] if field is None else unknown(value, field, f"{path}.{name}")
+
+
+@pytest.mark.parametrize(
+    ("crd", "file"), [(KSERVE, "docs/recipes/kserve.md"), ("rayclusters.ray.io", f"{SAMPLES}/kuberay/raycluster.yaml")]
+)
+def test_other_kinds_have_the_fields_that_we_write(crd: str, file: str) -> None:
+    text = (ROOT / file).read_text()
+    (given,) = map(yaml.safe_load, re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) or [text])
+    versions = {version["name"]: version["schema"]["openAPIV3Schema"] for version in read_crd(crd)["spec"]["versions"]}
+    schema = versions[given["apiVersion"].rpartition("/")[2]]
+    assert not list(unknown(given["spec"], schema["properties"]["spec"], "spec"))
+    assert LABEL not in given["metadata"].get("labels", {}), "it would not reach the pods"
+    assert crd != KSERVE or given["spec"]["labels"] == {LABEL: POOL}
