@@ -45,7 +45,8 @@ ROWS: dict[str, Entry] = {
     "lmcache": Entry(
         "what a hit in host memory adds to one in the GPU's cache / LMCache's server", 180, late("first_token", "against_lmcache")
     ),
-    "load": Entry("time to first token of 16 requests at once, half of them in L2 / the same", 240, late("first_token", "under_load")),
+    "load": Entry("time to first token of 16 requests, half of them in L2 / the same", 240, late("first_token", "under_load")),
+    "queued": Entry("a hit in L2 that waits for a seat, from when that is free / the same", 240, late("first_token", "while_queued")),
     "chat": Entry("throughput on chats of the trace / vLLM's MooncakeStoreConnector", 300, late("chat", "against_stock")),
     "models": Entry(
         "tokens found of another engine's, by family / vLLM's MooncakeStoreConnector",

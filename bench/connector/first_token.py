@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 
 import torch
 
 from bench.connector.engines import (
+    ARGS,
     BLOCK_BYTES,
     BLOCK_TOKENS,
     GPU_BLOCKS,
@@ -217,13 +219,67 @@ def _parts(engine: Engine) -> dict[str, float]:
     return dict(zip(PARTS, values, strict=True))
 
 
+SEAT_TOKENS, SEAT_PROMPTS = 24, 6
+"""Tokens of the request that runs, which takes longer than a load; prompts that wait in turns, of which L1 holds four."""
+
+
+def while_queued(arguments: argparse.Namespace, progress: Progress) -> Row:
+    """A hit waits for the engine's only seat. From the last token of the request that had it to the hit's first: from L2, and from the GPU.
+
+    Of engines of ours and with vLLM's MooncakeStoreConnector, in turns. Prompts are more than L1 holds, of which a quarter may come early.
+    """
+    samples: dict[str, list[float | None]] = {f"{name}, from {tier}": [] for name in ("ours", "stock") for tier in ("L2", "GPU")}
+    misses = Misses()
+    sides, seats = {"ours": "ours", "stock": "stock"}, (*ARGS, "--max-num-seqs", "1")
+    with fleet(sides, l1_blocks=4 * PROMPT_BLOCKS, args=seats, store_bytes=LOAD_STORE_BYTES) as group:
+        warm_up(group, misses)
+        prompts = [prompt(f"queued {index}", PROMPT_TOKENS) for index in range(SEAT_PROMPTS)]
+        for name, engine in group.engines.items():
+            for tokens in prompts:
+                misses.attempt(name, lambda engine=engine, tokens=tokens: _store(group, engine, tokens))
+        for index, name in in_turns(group.engines, 3 * arguments.repeats, progress):
+            engine, tokens = group.engines[name], prompts[index % SEAT_PROMPTS]
+            misses.attempt(name, lambda engine=engine: empty_gpu(engine))
+            for tier in ("L2", "GPU"):
+                time.sleep(SETTLE_SECONDS)
+                seconds = misses.attempt(name, lambda ask=(engine, tokens, f"seat {name} {index} {tier}"): _behind(*ask))
+                samples[f"{name}, from {tier}"].append(seconds)
+    by_l2 = {name: added(samples[f"{name}, from L2"], samples[f"{name}, from GPU"]) for name in group.engines}
+    figures = [
+        *ratio(
+            "from the free seat to the hit's first token, ours / theirs", pairs(samples["ours, from L2"], samples["stock, from L2"]), None
+        ),
+        *medians({f"added by L2 over a GPU hit, {name}": values for name, values in by_l2.items()}, "s"),
+        *(medians(samples, "s") + misses.figures()),
+    ]
+    return Row(f"a hit of {PROMPT_TOKENS} tokens that waits for a seat", figures, {"seconds": samples, "added": by_l2})
+
+
+def _behind(engine: Engine, tokens: list[int], seed: str) -> float:
+    """Seconds from the end of a running request to the first token of the one that waited behind it."""
+    over, running = 0.0, prompt(seed, BLOCK_TOKENS)
+    with (
+        ThreadPoolExecutor(1) as executor,
+        closing(engine.stream(running, SEAT_TOKENS, {"epochkv": {"save": {"max_tokens": 0}}})) as chunks,
+    ):
+        next(chunks)
+        waiting = executor.submit(lambda: (timed_answer(engine, tokens, CACHED_TOKENS), time.perf_counter()))
+        for _ in chunks:
+            over = time.perf_counter()
+        return waiting.result()[1] - over
+
+
 LOAD_TOKENS = 2048
 LOAD_REQUESTS = 16
-LOAD_STORE_BYTES = 6 << 30
+LOAD_STORE_BYTES = 7 << 30
+LOAD_ARGS = (*ARGS, "--num-gpu-blocks-override", "400")
+"""Room for six of the prompts: with room for two, a hit that is loaded holds what the next one needs, and waits all the same."""
+ARRIVAL_SECONDS = 0.02
+"""Between two requests: vLLM serves in the order in which they come, which is the same for both sides then."""
 
 
 def under_load(arguments: argparse.Namespace, progress: Progress) -> Row:
-    """16 requests at once, every second of which L2 holds, to an engine of ours and to one with vLLM's connector, in turns.
+    """16 requests one after the other, every second of which L2 holds, to an engine of ours and to one with vLLM's connector, in turns.
 
     L1 has room for half of them: what is measured of ours comes from L2, and has room to come early.
     """
@@ -231,7 +287,7 @@ def under_load(arguments: argparse.Namespace, progress: Progress) -> Row:
     hits: dict[str, list[float]] = {"ours": [], "stock": []}
     rounds: dict[str, list[tuple[float, float] | None]] = {"ours": [], "stock": []}
     misses = Misses()
-    with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=half * blocks, store_bytes=LOAD_STORE_BYTES) as group:
+    with fleet({"ours": "ours", "stock": "stock"}, l1_blocks=half * blocks, args=LOAD_ARGS, store_bytes=LOAD_STORE_BYTES) as group:
         warm_up(group, misses)
         stored = [[prompt(f"stored {turn} {index}", LOAD_TOKENS) for index in range(half)] for turn in range(2)]
         for name, engine in group.engines.items():
@@ -260,6 +316,7 @@ def _at_once(engine: Engine, prompts: Sequence[list[int]], misses: Misses) -> li
 
     def ask(number: int) -> float | None:
         cached = LOAD_TOKENS - BLOCK_TOKENS if number % 2 else 0
+        time.sleep(number * ARRIVAL_SECONDS)
         return misses.attempt(engine.name, lambda: timed_answer(engine, prompts[number], cached))
 
     with ThreadPoolExecutor(len(prompts)) as executor:
