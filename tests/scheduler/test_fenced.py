@@ -283,22 +283,6 @@ def test_a_tier_finds_its_names_and_none_of_before_a_change(make_rig: MakeRig, m
     assert found(rig) == WHOLE
 
 
-@pytest.mark.unclean
-@pytest.mark.parametrize("with_fence", [False, True])
-def test_an_engine_that_is_late(make_rig: MakeRig, with_fence: bool) -> None:
-    """A is pushed and resets everything; B still has the old weights, and serves the prompt after that. Stock shows what goes wrong."""
-    objects: dict[str, Any] = {}
-    a, b = (make_rig(FencedRig, stock=MooncakeStore(objects), fenced=with_fence) for _ in range(2))
-    for rig in (a, b) if with_fence else ():
-        rig.adopt(0)
-    a.serve(TOKENS)
-    a.weights = "w1"
-    a.scheduler.reset_prefix_cache(reset_connector=True)
-    b.serve(TOKENS)
-    last = a.serve(TOKENS)
-    assert a.cached[last] == a.stale_tokens[last] == (0 if with_fence else WHOLE)
-
-
 # ---------------------------------------------------------------------------------------------- who was there before
 @every_stock
 def test_a_request_that_runs_ends_on_what_it_had(make_rig: MakeRig, make_stock: MakeStock) -> None:

@@ -33,7 +33,6 @@ from epochkv_connector.weights.watch import fold
 from tests.scheduler.rigs import MakeRig, abort_one, hold_some, preempt_last, release, work_some
 from tests.support.scheduler import BLOCK, OwnRoot, RequestStatus, Rig, SharedStore, prompt
 from tests.support.scheduler_oracle import Oracle
-from tests.support.scheduler_worker import FakeWorker
 
 NUM_ACTIONS = 250
 BLOCKS = 6
@@ -484,20 +483,6 @@ def a_generation_that_returns(patch: pytest.MonkeyPatch, rig: Any) -> None:
     rig.pins.root._swap, rig.pins.detach = swapping, detaching
 
 
-def puts_before_all_ranks_agree(patch: pytest.MonkeyPatch, rig: Any) -> None:
-    def save(self: FakeWorker, job: Any) -> None:
-        original(self, job)
-        early = self.copied.get(job.job_id)
-        if early is not None:
-            kept = list(self.acks)
-            self._put(early)
-            self.acks = kept
-
-    original = FakeWorker._save
-    if original.__name__ == "_save":
-        patch.setattr(FakeWorker, "_save", save)
-
-
 def sample_never_compared(patch: pytest.MonkeyPatch, rig: Any) -> None:
     rig.executor.looked = lambda metadata: None
     rig.watch._as_asked = lambda: True
@@ -534,7 +519,7 @@ MUTANTS: dict[str, Mutant] = {
     mutant.__name__: mutant
     for mutant in (
         *(digest_after_the_step, hook_after_delegating, detach_only_running_requests, detach_whole_requests_late),
-        *(a_generation_that_returns, puts_before_all_ranks_agree, sample_never_compared, root_without_weights),
+        *(a_generation_that_returns, sample_never_compared, root_without_weights),
         *(failed_calls_unnoticed, unknown_weights_keep_their_name),
     )
 }

@@ -70,11 +70,9 @@ def test_key_follows_what_is_copied_and_nothing_else(tree: Path) -> None:
     (tree / "src/b.py").unlink()
     (tree / "docker/x.Dockerfile").write_text("FROM a\nCOPY src src\nUSER 1\n")
     recipe_changed = recipe.image_key(image, "x86_64", tree)
-    target = recipe.image_key(recipe.Image("x", "docker/x.Dockerfile", "t", 1), "x86_64", tree)
-    context = recipe.image_key(recipe.Image("x", "docker/x.Dockerfile", None, 1, {"more": tree / "programs-0123"}), "x86_64", tree)
-    argument = recipe.image_key(recipe.Image("x", "docker/x.Dockerfile", None, 1, {}, {"FILE": "a.tar"}), "x86_64", tree)
-    other = recipe.image_key(image, "aarch64", tree)
-    assert len({before, changed, added, recipe_changed, target, context, argument, other}) == 8
+    changes = {"target": "t"}, {"contexts": {"more": tree / "programs-0123"}}, {"arguments": {"FILE": "a.tar"}}
+    keys = [recipe.image_key(replace(image, **change), "x86_64", tree) for change in changes]
+    assert len({before, changed, added, recipe_changed, *keys, recipe.image_key(image, "aarch64", tree)}) == 8
 
 
 # --------------------------------------------------------------------------------------------------------- addresses
