@@ -55,7 +55,7 @@ GPUs do (read, not run). `tests/scheduler/test_states.py` has these states, on v
 | the same with `--enable-fault-tolerance` | the engine does not start | |
 | the same under `EPOCHKV_FENCE`, or with a rank that runs without EpochKV | the engine's own (`OwnCache`) | nothing |
 | the prefetch offloader, vLLM's old Ray executor, fp8 scales that an encoder makes as it runs | the engine's own (`OwnCache`) | nothing |
-| weights that a kernel keeps where nobody sees them | the engine's own (`OwnCache`) | nothing |
+| weights that a kernel keeps where nobody sees them | the engine's own (`OwnCache`); on wide models none | nothing |
 
 `EPOCHKV_ATTACH` adds the connector, so its rows are those without `EPOCHKV_FENCE`. Caches of an engine's own hit as vLLM's do
 (`tests/scheduler/test_own_cache.py`). On wide models, and beside expert rebalancing, the prefetch offloader or the old Ray executor,
