@@ -197,7 +197,8 @@ class Peers:
     def say(self, own: bytes | None, rest: bytes = b"") -> None:
         """This rank holds weights of this digest now (see `domain_digest`); None: it does not know."""
         with self._lock:
-            self.foretold = self.foretold if own is not None else None  # at once, as the store may hang
+            if own is None:
+                self.foretold = None  # at once, as the store may hang
             self._holds = (own or UNKNOWN) + time.monotonic_ns().to_bytes(8, "little"), rest  # each time something else
         self._said.set()
 

@@ -143,7 +143,7 @@ def _proxy(server: str) -> str | None:
     url, said = urlsplit(server), getproxies_environment()
     host, proxy = url.hostname or "", said.get(url.scheme)
     beside = ["localhost", "127.0.0.0/8", "::1", *(rule.strip() for rule in said.get("no", "").lower().split(","))]
-    port = f":{url.port or {'http': 80}.get(url.scheme, 443)}"
+    port = f":{url.port or (80 if url.scheme == 'http' else 443)}"
     if not proxy or any(_is_meant(host, rule) or _is_meant(host, rule.removesuffix(port)) for rule in beside):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"

@@ -124,3 +124,6 @@ def test_other_kinds_have_the_fields_that_we_write(crd: str, file: str) -> None:
     assert not list(unknown(given["spec"], schema["properties"]["spec"], "spec"))
     assert LABEL not in given["metadata"].get("labels", {}), "it would not reach the pods"
     assert crd != KSERVE or given["spec"]["labels"] == {LABEL: POOL}
+    (worker,) = page("recipes/dynamo")[0]["spec"]["components"]  # whose CRD no registry has
+    assert (page("recipes/dynamo")[0]["apiVersion"], worker["type"]) == ("nvidia.com/v1beta1", "worker")
+    assert worker["podTemplate"]["metadata"]["labels"] == {LABEL: POOL}

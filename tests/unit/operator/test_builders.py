@@ -81,11 +81,7 @@ def test_the_connector_reads_what_is_rendered(spec: str) -> None:
 )
 def test_what_is_saved_is_what_the_engine_says_or_its_pool(of_pool: Any, of_engine: Any, expected: Any) -> None:
     wanted, used = pool(), engine("minimal")
-    of_pool_spec = {
-        "save": of_pool,
-        "media_ids": "Trusted" if of_pool == "Prompts" else None,
-        "stamp": "All" if of_pool == "Prompts" else None,
-    }
+    of_pool_spec = {"save": of_pool, **({"media_ids": "Trusted", "stamp": "All"} if of_pool == "Prompts" else {})}
     wanted = wanted.model_copy(update={"spec": wanted.spec.model_copy(update=of_pool_spec)})
     used = used.model_copy(update={"spec": used.spec.model_copy(update={"save": of_engine})})
     config = ConnectorConfig.parse(transfer_of(containers(one(desired_engine(used, wanted, CONTEXT), "Deployment"))[0]), environ={})
