@@ -11,15 +11,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import quote, urlencode, urlsplit
-from urllib.request import getproxies_environment
 
 import aiohttp
 import yaml
 from kubernetes.aio import client as kubernetes_client
 from kubernetes.aio import config as kubernetes_config
+from kubernetes.aio.config import kube_config
 from multidict import CIMultiDict
 
 from epochkv_operator import metrics
@@ -131,18 +130,32 @@ def _asked_again(check: Callable[[str, str], None]) -> aiohttp.TraceConfig:
 
 
 def _kubeconfig() -> str:
-    paths = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    if not any(Path(path).expanduser().exists() for path in paths.split(os.pathsep)):
+    """Paths of kubeconfigs, as `KUBECONFIG` has them. Empty: there is none, and this is a pod."""
+    given = os.environ.get("KUBECONFIG")
+    paths = given or "~/.kube/config"
+    if any(os.path.exists(os.path.expanduser(path)) for path in paths.split(os.pathsep)):
+        return paths
+    if given or not os.environ.get("KUBERNETES_SERVICE_HOST"):
         raise kubernetes_config.ConfigException(f"{paths.replace(os.pathsep, ' and ')} not found")
-    return paths
+    return ""
+
+
+def _load(paths: str) -> tuple[Any, Json]:
+    """The library's loader, and the user. A plugin's path begins at its kubeconfig's folder, which the library does not know."""
+    loader = kube_config._get_kube_config_loader_for_yaml_file(paths, persist_config=True)
+    user = loader._user.value if loader._user else {}
+    if os.path.dirname((user.get("exec") or {}).get("command") or ""):
+        folder = os.path.abspath(loader._get_base_path(loader._user.path))
+        user["exec"]["command"] = os.path.join(folder, user["exec"]["command"])
+    return loader, user
 
 
 def _proxy(server: str) -> str | None:
-    """What the environment says, as kubectl reads it: `NO_PROXY` has names (of their subdomains, too), addresses and ranges, each with a
-    port or without. This machine needs no proxy."""
-    url, said = urlsplit(server), getproxies_environment()
-    host, proxy = url.hostname or "", said.get(url.scheme)
-    beside = ["localhost", "127.0.0.0/8", "::1", *(rule.strip() for rule in said.get("no", "").lower().split(","))]
+    """What the environment says, as kubectl reads it: upper case first; `NO_PROXY` has names (of their subdomains, too), addresses and
+    ranges, each with a port or without. This machine needs no proxy."""
+    url = urlsplit(server)
+    proxy, without = (os.environ.get(name.upper()) or os.environ.get(name, "") for name in (f"{url.scheme}_proxy", "no_proxy"))
+    host, beside = url.hostname or "", ["localhost", "127.0.0.0/8", "::1", *(rule.strip() for rule in without.lower().split(","))]
     port = f":{url.port or (80 if url.scheme == 'http' else 443)}"
     if not proxy or any(_is_meant(host, rule) or _is_meant(host, rule.removesuffix(port)) for rule in beside):
         return None
@@ -194,26 +207,26 @@ class KubeClient:
 
     @classmethod
     async def connect(cls, deadline_seconds: float = 10.0) -> KubeClient:
-        """Configure from the pod's service account, where no proxy counts; else from `KUBECONFIG` or `~/.kube/config`, as kubectl does.
+        """Configure from `KUBECONFIG` or `~/.kube/config`, as kubectl does; else from the pod's service account, where no proxy counts.
 
         Raises:
             kubernetes.aio.config.ConfigException: neither is there or usable.
         """
         configuration = kubernetes_client.Configuration()
-        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        if not (paths := _kubeconfig()):
             kubernetes_config.load_incluster_config(client_configuration=configuration)
             return cls(configuration, deadline_seconds)
-        paths = _kubeconfig()
         try:
-            loader = await kubernetes_config.load_kube_config(paths, client_configuration=configuration)
+            loader, user = _load(paths)
+            await loader.load_and_set(configuration)
         except (TypeError, yaml.YAMLError) as error:
             raise kubernetes_config.ConfigException(f"{paths} is no kubeconfig: {error}") from error
-        user = loader._user.value if loader._user else {}
+        configuration.api_key = {name: key.strip() for name, key in configuration.api_key.items()}  # a file's ends with its line
         if plugin := user.get("exec"):
             if not (configuration.api_key or configuration.cert_file):
-                raise kubernetes_config.ConfigException(
-                    f"{plugin['command']}, which the kubeconfig names, gave no credentials: run it by hand"
-                )
+                remedy = plugin.get("installHint") or "run it by hand"
+                text = f"{plugin.get('command')}, which the kubeconfig names, gave no credentials: {remedy}"
+                raise kubernetes_config.ConfigException(text)
             configuration.refresh_api_key_hook = partial(_run_plugin_again, loader)
         configuration.proxy = configuration.proxy or _proxy(configuration.host)
         if configuration.proxy and not configuration.proxy.startswith(("http://", "https://")):

@@ -93,6 +93,9 @@ async def proxy_of(client: KubeClient) -> Any:
         ("https://10.1.2.3:6443", {}, None),
         ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128"}, "http://proxy:3128"),
         ("https://10.1.2.3:6443", {"https_proxy": "proxy:3128"}, "http://proxy:3128"),
+        ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128", "https_proxy": "http://other:1"}, "http://proxy:3128"),
+        ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128", "https_proxy": ""}, "http://proxy:3128"),
+        ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "a.b", "no_proxy": "10.1.2.3"}, "http://proxy:3128"),
         ("https://10.1.2.3:6443", {"HTTP_PROXY": "http://proxy:3128", "ALL_PROXY": "http://proxy:3128"}, None),
         ("https://10.1.2.3:6443", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": "example.com,10.0.0.0/8"}, None),
         ("https://api.example.com", {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".example.com"}, None),
@@ -131,6 +134,7 @@ async def test_the_proxy_is_asked(by: str, ask: Asking, write: Callable[..., Non
 async def test_in_a_cluster_no_proxy_counts(host: str, ask: Asking, write: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as (port, _):
         monkeypatch.delenv("KUBECONFIG")
+        monkeypatch.setenv("HOME", "/nowhere")
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.1.2.3")
         for name in ("HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -169,13 +173,30 @@ async def test_the_user_that_it_acts_as(ask: Asking, write: Callable[..., None])
         assert headers.getall("Impersonate-Extra-acme.com%2Fteam") == ["a", "b"]
 
 
+@pytest.mark.parametrize("in_a_pod", [False, True])
+async def test_a_kubeconfig_comes_first_and_a_file_of_a_token_ends_with_its_line(
+    in_a_pod: bool, write: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving() as (port, asked):
+        write(f"http://127.0.0.1:{port}", {"tokenFile": "token"})
+        (tmp_path / "token").write_text("secret\n")
+        if in_a_pod:
+            (tmp_path / ".kube").symlink_to(tmp_path)
+            monkeypatch.setenv("HOME", str(tmp_path))
+            monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.1.2.3")
+            monkeypatch.delenv("KUBECONFIG")
+            (tmp_path / "config").write_text((tmp_path / "config").read_text().replace('"token"', json.dumps(f"{tmp_path}/token")))
+        await answered(by_client)
+        assert asked[0].headers["Authorization"] == "Bearer secret"
+
+
 def plugin(tmp_path: Path, expires: str) -> dict[str, Any]:
     """A program that gives tokens 1, 2 and so on, as often as it runs."""
     script, version = tmp_path / "login", "client.authentication.k8s.io/v1"
     credential = {"apiVersion": version, "kind": "ExecCredential", "status": {"token": "TOKEN", "expirationTimestamp": expires}}
     script.write_text(f"#!/bin/sh\necho >> {tmp_path}/runs\necho '{json.dumps(credential)}' | sed s/TOKEN/$(wc -l < {tmp_path}/runs)/\n")
     script.chmod(0o755)
-    return {"exec": {"apiVersion": version, "command": str(script), "interactiveMode": "Never"}}
+    return {"exec": {"apiVersion": version, "command": "./login", "interactiveMode": "Never"}}
 
 
 @pytest.mark.parametrize(("expires", "tokens"), [("2999-01-01T00:00:00Z", ["1", "1", "1"]), ("2001-01-01T00:00:00Z", ["2", "3", "4"])])
@@ -194,9 +215,10 @@ async def test_a_plugin_runs_again_when_its_token_is_over(
 
 
 def test_a_plugin_that_fails_is_named(write: Callable[..., None]) -> None:
-    write(user={"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "/bin/false"}})
-    with pytest.raises(ConfigException, match=r"/bin/false, .* gave no credentials: run it by hand"):
-        asyncio.run(answered(by_client))
+    for hint, remedy in ((None, "run it by hand"), ("apt install it", "apt install it")):
+        write(user={"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "/bin/false", "installHint": hint}})
+        with pytest.raises(ConfigException, match=f"/bin/false, .* gave no credentials: {remedy}"):
+            asyncio.run(answered(by_client))
 
 
 @both
