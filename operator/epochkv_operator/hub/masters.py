@@ -70,6 +70,7 @@ class Elections:
     _store: Store
     _changed: Callable[[Key], object]
     _rounds: dict[str, int] = field(default_factory=dict)
+    _at_once: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     def leaderless(self, pool_uid: str) -> bool:
         """Every master that is ready says that it does not serve. One that cannot be asked from here may."""
@@ -77,7 +78,7 @@ class Elections:
 
     async def watch(self) -> None:
         """Never returns."""
-        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=AT_ONCE, force_close=True)
+        timeout, connector = aiohttp.ClientTimeout(total=ANSWER_SECONDS), aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as session:
             while True:
                 pools = {pool["metadata"]["uid"]: pool for pool in self._store.every(POOLS.kind) if _elects(pool)}
@@ -91,7 +92,8 @@ class Elections:
 
     async def _none_leads(self, session: aiohttp.ClientSession, pool: Json) -> bool:
         ready = [pod for pod in _masters(self._store, pool) if is_ready(pod)]
-        said = await asyncio.gather(*(_serves(session, _url(pod)) for pod in ready))
+        async with self._at_once:  # not the session's limit: its queue counts as the time of who waits
+            said = await asyncio.gather(*(_serves(session, _url(pod)) for pod in ready))
         return bool(said) and all(answer is False for answer in said)
 
 

@@ -131,3 +131,30 @@ def test_whether_a_master_leads(answers: list[Json | bytes | None], leaderless: 
 
     assert asyncio.run(watch()) is leaderless
     assert changed == ([Key("KVCachePool", "rl", "policy")] if leaderless else []), "told once"
+
+
+def test_masters_that_hang_hide_no_other_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as long as it may, and the last one waits for its turn."""
+    for name, value in (("PERIOD_SECONDS", 0.02), ("ANSWER_SECONDS", 0.2), ("AT_ONCE", 1)):
+        monkeypatch.setattr(masters, name, value)
+    store, network = Store(indexed), f"127.13.{os.getpid() % 250 + 1}"
+    for number in range(5):
+        elected = pool(ELECTED)
+        elected["metadata"] |= {"name": f"p{number}", "uid": f"uid-{number}"}
+        store.upsert("KVCachePool", elected)
+        store.upsert("Pod", pod(f"m{number}", f"{network}.{number + 1}", of=f"p{number}"))
+
+    async def watch() -> None:
+        told = asyncio.Event()
+        elections = Elections(store, lambda key: told.set())
+        async with AsyncExitStack() as stack:
+            for number in range(4):
+                listening = await asyncio.start_server(lambda *_: asyncio.sleep(9), f"{network}.{number + 1}", 9003)
+                stack.callback(listening.close)
+            await stack.enter_async_context(answering(f"{network}.5", STANDS_BY))
+            watching = asyncio.create_task(elections.watch())
+            await asyncio.wait_for(told.wait(), 30)
+            assert elections.leaderless("uid-4")
+            watching.cancel()
+
+    asyncio.run(watch())
