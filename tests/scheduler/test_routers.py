@@ -14,6 +14,7 @@ import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, ZmqEventPublisher
 
 from epochkv_connector.engine.events import EventStream, Private, Renamed
+from hack.loopback import free_port, has_ipv6, port_open
 from hack.waiting import eventually
 from tests.scheduler.rigs import LENGTH, SLOT_BYTES, TOKENS, MakeRig, push_out
 from tests.support.routers.aibrix import AibrixIndex
@@ -135,6 +136,18 @@ def listened(make_rig: MakeRig, tmp_path: Path) -> Iterator[Listened]:
     yield build
     for thing in reversed(made):
         (thing.close if isinstance(thing, Router) else thing.shutdown)()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("endpoint", ["tcp://*:{}", "tcp://[::]:{}"])
+def test_routers_of_either_family_reach_an_engine(endpoint: str, make_rig: MakeRig) -> None:
+    make_rig(epoch=0)
+    publisher = ZmqEventPublisher(data_parallel_rank=0, endpoint=endpoint.format(port := free_port()))
+    try:
+        assert port_open(port, "127.0.0.1")
+        assert port_open(port, "::1")
+    finally:
+        publisher.shutdown()
 
 
 def kinds(news: list[Any]) -> list[str]:

@@ -245,6 +245,19 @@ def around_all_reduce(carry: Callable[[Any, Callable[[Any], Any]], Any]) -> str:
     return ""
 
 
+def listen_on_both_families() -> None:
+    """vLLM's publisher of KV events listens on IPv4 alone."""
+    import zmq
+    from vllm.distributed.kv_events import ZmqEventPublisher
+
+    def set_up(function: Callable[..., Any], publisher: Any) -> Any:
+        publisher._ctx = zmq.Context.shadow(publisher._ctx)  # whose options are its own
+        publisher._ctx.setsockopt(zmq.IPV6, 1)  # without IPv6 here, ZeroMQ listens on IPv4
+        return function(publisher)
+
+    wrap(ZmqEventPublisher, "_socket_setup", set_up)
+
+
 def around_events(block_pool: Any, of_request: Callable[[Any, list[Any]], list[Any]], taken: Callable[[list[Any]], list[Any]]) -> None:
     """Replace KV events: those that are queued as blocks of a request get names, and those that are taken to be published."""
 

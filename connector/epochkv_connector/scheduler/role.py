@@ -283,6 +283,7 @@ class SchedulerRole:
         candidates = SaveCandidates(state, tokens_per_step, config.save)
         self.steps = Steps(state, self.weights, candidates, not off & {limits.NOTHING, limits.NO_SAVES}, local_worker)
         self._watch_weights(ranks, adapters, core, scheduler)
+        patches.listen_on_both_families()
         self.hooks = FenceHooks(self)
         self._link.start(self.hooks, self.fingerprint, int(vllm_config.parallel_config.data_parallel_index))
         if config.hub is None and self._own is None:
