@@ -42,12 +42,14 @@ def address() -> str:
         return str(probe.getsockname()[0])
 
 
-@pytest.mark.parametrize("known", ["", "example.com"])
-def test_a_metadata_server_is_reached_past_the_proxy(known: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, known)
-    prepare_environment(settings("mooncake:50051", metadata_server="http://meta:8080/metadata"))
-    assert {os.environ["NO_PROXY"], os.environ["no_proxy"]} == {f"{known},meta".lstrip(",")}
+@pytest.mark.parametrize("known", [[], ["example.com"], ["example.com", "example.org"]])
+@pytest.mark.parametrize("server", ["http://meta:8080/metadata", "http://meta/metadata", "http://me:secret@meta:8080"])
+def test_a_metadata_server_is_reached_past_the_proxy(known: list[str], server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", known[0] if known else "")
+    monkeypatch.setenv("NO_PROXY", known[-1] if known else "")
+    for _ in range(2):
+        prepare_environment(settings("mooncake:50051", metadata_server=server))
+    assert {os.environ["NO_PROXY"], os.environ["no_proxy"]} == {",".join([*known, "meta"])}
     prepare_environment(settings("mooncake:50051", metadata_server="etcd://[fd00::1]:2379;e1:2379"))
     assert os.environ["no_proxy"].endswith("meta,fd00::1,e1")
 

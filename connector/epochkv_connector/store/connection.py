@@ -36,11 +36,12 @@ from ctypes import addressof, c_char
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_fence.common import Seldom, is_name
+from epochkv_fence.common import Seldom, bracketed, is_name
 from epochkv_fence.launch import CLIENT_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
@@ -140,16 +141,23 @@ class StoreSettings:
         return cls(**msgspec.structs.asdict(config.distributed), verify_payload=config.verify == "full")
 
 
-_HOST = re.compile(r"(?:^|[/;,])\[?([^/;,\[\]]+?)\]?:[0-9]+(?=$|[/;,])")
+_RDMA = Path("/sys/class/infiniband")
 _GO_PROXY = re.compile(rb"(?:^|\0)(HTTPS_PROXY|https_proxy)=")
+
+
+def _metadata_servers(settings: StoreSettings) -> list[tuple[str, int]]:
+    """Host and port of each; none where engines tell each other."""
+    parts = re.split("[;,]", settings.metadata_server.removeprefix("P2PHANDSHAKE"))
+    found = [urlsplit(part if "://" in part else f"//{part}") for part in parts]
+    return [(url.hostname, url.port or 80) for url in found if url.hostname]
 
 
 def prepare_environment(settings: StoreSettings) -> None:
     """Set what the operator did not set, before Mooncake is imported. What it dials is no matter for proxies."""
-    hosts = _HOST.findall(settings.metadata_server)
+    hosts = [host for host, _ in _metadata_servers(settings)]
     if hosts:
-        known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [known, *hosts]))
+        known = (rule for name in ("no_proxy", "NO_PROXY") for rule in os.environ.get(name, "").split(",") if rule)
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys([*known, *hosts]))
     if hosts or settings.master_address.startswith("etcd://"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # without a Linux' /proc, say
             _hide_proxies_from_go()
@@ -238,7 +246,13 @@ def why_setup_failed(settings: StoreSettings, hostname: str, local_address: str)
             f"of the ports {first} to {last} {free} are free, and a client needs {_CLIENT_PORTS}: end what listens there (ss -ltnp), or"
             " move the range with MC_MIN_RPC_PORT and MC_MAX_RPC_PORT"
         )
+    devices = sorted(path.name for path in _RDMA.glob("*"))
+    if settings.protocol == "rdma" and not (set(settings.device_name.split(",")) & set(devices) if settings.device_name else devices):
+        return f"protocol is rdma, and this machine has {', '.join(devices) or 'no RDMA device'}: set device_name, or use tcp"
     found = []
+    for host, port in _metadata_servers(settings):
+        if probe_master(f"meta://{bracketed(host)}:{port}", settings.probe_timeout_seconds) is None:
+            found.append(f"metadata_server {host}:{port} takes no connections")
     if not is_name(hostname) and (":" in hostname) != (":" in local_address):
         found.append(f"peers are told {hostname}, and the master is reached from {local_address}: give Mooncake addresses of one family")
     if "://" not in settings.master_address:

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
@@ -287,25 +288,41 @@ def test_who_closes_while_memory_is_being_registered_must_keep_it(monkeypatch: p
     assert connection.finish_close(9)
 
 
+TAKES = r"it takes connections: is it a Mooncake master, of version \d\S+ as here\?"
+RDMA: dict[str, Any] = {"protocol": "rdma", "device_name": "mlx5_1"}
+
+
 @pytest.mark.parametrize(
-    ("master", "hostname", "environ", "expected"),
+    ("master", "hostname", "environ", "more", "expected"),
     [
-        ("m:50051", "10.0.0.7", {}, [r"it takes connections: is it a Mooncake master, of version \d\S+ as here\?"]),
-        ("m:50051", "fd00::7", {}, ["peers are told fd00::7, and the master is reached from 10.0.0.7: ", "it takes connections"]),
-        ("m:50051", "node-7", {}, ["it takes connections"]),
-        ("etcd://e0:2379;e1:2379", "10.0.0.7", {}, ["etcd takes connections: .* with --cluster_id=mooncake_cluster"]),
-        ("etcd://e0:2379", "10.0.0.7", {"MC_STORE_CLUSTER_ID": "c7"}, ["etcd takes connections: .* with --cluster_id=c7"]),
+        ("m:50051", "10.0.0.7", {}, {}, [TAKES]),
+        ("m:50051", "fd00::7", {}, {}, ["peers are told fd00::7, and the master is reached from 10.0.0.7: ", "it takes connections"]),
+        ("m:50051", "node-7", {}, {}, [TAKES]),
+        ("etcd://e0:2379;e1:2379", "10.0.0.7", {}, {}, ["etcd takes connections: .* with --cluster_id=mooncake_cluster"]),
+        ("etcd://e0:2379", "10.0.0.7", {"MC_STORE_CLUSTER_ID": "c7"}, {}, ["etcd takes connections: .* with --cluster_id=c7"]),
+        ("m:50051", "10.0.0.7", {}, RDMA, [TAKES]),
+        ("m:50051", "10.0.0.7", {}, {**RDMA, "device_name": "ib0"}, ["protocol is rdma, and this machine has mlx5_0, mlx5_1: set "]),
+        (
+            "m:50051",
+            "10.0.0.7",
+            {},
+            {"metadata_server": "http://127.0.0.1:1/m"},
+            ["metadata_server 127.0.0.1:1 takes no connections", TAKES],
+        ),
     ],
-    ids=["master", "family", "name", "etcd", "cluster"],
+    ids=["master", "family", "name", "etcd", "cluster", "rdma", "another device", "metadata"],
 )
 def test_what_to_look_at_when_setup_fails(
-    monkeypatch: pytest.MonkeyPatch, master: str, hostname: str, environ: dict[str, str], expected: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, master: str, hostname: str, environ: dict[str, str], more: Any, expected: list[str]
 ) -> None:
     for name in ("MC_STORE_CLUSTER_ID", "MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    found = why_setup_failed(StoreSettings(master_address=master), hostname, "10.0.0.7").split("; ")
+    for device in ("mlx5_0", "mlx5_1"):
+        (tmp_path / device).touch()
+    monkeypatch.setattr("epochkv_connector.store.connection._RDMA", tmp_path)
+    found = why_setup_failed(StoreSettings(master_address=master, **more), hostname, "10.0.0.7").split("; ")
     assert len(found) == len(expected)
     for clause, pattern in zip(found, expected, strict=True):
         assert re.match(pattern, clause), clause
