@@ -283,7 +283,7 @@ def check_fits(num_bytes: int, key: str, value: int, root: Path = ROOT) -> None:
 
 def shown_size(num_bytes: int) -> str:
     """The number as people read it."""
-    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.3g} MiB"
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / (1 << 20):.4g} MiB"
 
 
 def _read(path: Path) -> str:

@@ -192,7 +192,7 @@ def _from_text(text: str, what: str) -> Document:
     document = _parse(content.removeprefix(codecs.BOM_UTF8), str(path))
     hub = document.get("hub")
     if isinstance(hub, dict) and isinstance(hub.get("credentials_dir"), str):
-        folder = os.path.join(os.path.dirname(os.path.abspath(path)), hub["credentials_dir"])
+        folder = os.path.join(os.path.dirname(os.path.abspath(path)), os.path.expanduser(hub["credentials_dir"]))
         document["hub"] = {**hub, "credentials_dir": os.path.normpath(folder)}
     return Document(document, str(path))
 

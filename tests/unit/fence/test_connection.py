@@ -39,6 +39,10 @@ def test_a_file_or_its_folder_is_enough(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(folder.parent)
     assert Connection.load(folder.name, {}).client_keys().hub_public == (folder / "hub.pub").read_text().strip()
     assert Connection.load(None, {"EPOCHKV_CONFIG": str(folder)}).hub.credentials_dir == str(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    at_home = {**CONTENT, "hub": {**CONTENT["hub"], "credentials_dir": "~"}}
+    (folder.parent / "other.json").write_text(json.dumps(at_home))
+    assert Connection.load(folder.parent / "other.json", {}).hub.credentials_dir == str(folder)
     (folder / "connection.json").write_text(json.dumps(CONTENT), encoding="utf-8-sig")
     assert Connection.load(folder, {}).pool.uid == "u-1", "with a byte order mark"
 
