@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.naming.identity import Pin
-from epochkv_connector.scheduler.stamps import Stamps, shown
+from epochkv_connector.scheduler.stamps import MAX_LABELS, Stamps, reports_of, shown
 from epochkv_connector.weights.watch import fold
 from epochkv_connector.wire import WorkerReport
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
@@ -242,21 +242,28 @@ W1, W2 = b"1" * 32, b"2" * 32
 class Steps:
     """A request, and steps that sample a token each. A rank's report of a step may come with the results of the next."""
 
-    def __init__(self, tokens_per_step: int = 1, **request: Any) -> None:
+    def __init__(self, tokens_per_step: int = 1, kv_transfer_params: Any = None, **request: Any) -> None:
         self.watch = SimpleNamespace(known=W1, overwritten=None, found={5: W1}.get)
         self.root = SimpleNamespace(lost="")
         self.adapters = SimpleNamespace(held={}, found=lambda adapter, number: b"a")
-        told: Any = (lambda: self.watch), self.adapters, self.root, lambda request: (0, 0)
+        told: Any = (lambda: self.watch), self.adapters, self.root, lambda request: (64, 96)
         self.stamps = Stamps(*told, all_requests=True, tokens_per_step=tokens_per_step)
-        self.request = SimpleNamespace(request_id="r", num_output_tokens=0, kv_transfer_params=None, lora_request=None, **request)
+        known = SimpleNamespace(request_id="r", num_output_tokens=0, kv_transfer_params=kv_transfer_params, lora_request=None, **request)
+        self.request = known
         self.stamps.open(self.request)
 
-    def step(self, *reports: WorkerReport, new: int | None = None) -> None:
-        """One more token; `new`: the request is new to the ranks, so many tokens of it computed."""
+    def schedule(self, new: int | None = None) -> Any:
+        """`new`: the request is new to the ranks, so many tokens of it computed."""
         output = SimpleNamespace(scheduled_new_reqs=[] if new is None else [SimpleNamespace(req_id="r", num_computed_tokens=new)])
         self.stamps.scheduled(output)
+        return output
+
+    def step(self, *reports: WorkerReport, new: int | None = None) -> None:
+        self.end(self.schedule(new), *reports)
+
+    def end(self, output: Any, *reports: WorkerReport, num_tokens: int = 1) -> None:
         self.stamps.made(output, reports)
-        self.request.num_output_tokens += 1
+        self.request.num_output_tokens += num_tokens
 
     def told(self, key: str = "weights") -> list[tuple[int, str]]:
         tokens = self.stamps.finish(self.request)["tokens"]  # type: ignore[index]
@@ -291,6 +298,22 @@ def test_a_report_that_comes_with_the_next_step_counts_whatever_came_between(bet
     steps.step(WorkerReport(late=[5]))
     after = [(2, shown(W2))] if between == W2 else []
     assert steps.told() == [(0, shown(W1)), (1, UNKNOWN), *after]
+
+
+def test_a_late_report_doubts_all_that_the_steps_under_way_may_have_made() -> None:
+    """Drafts, and two steps scheduled ahead: those hold what was doubted, too."""
+    steps = Steps(tokens_per_step=4)
+    outputs = [steps.schedule(0), *(steps.schedule() for _ in range(5))]
+    for output in outputs[:4]:
+        steps.end(output, num_tokens=4)
+    steps.watch.known = W2
+    outputs.append(steps.schedule())
+    reported = WorkerReport(late=[5])
+    child: Any = SimpleNamespace(kv_connector_output=SimpleNamespace(kv_connector_worker_meta=SimpleNamespace(metadata=[None, reported])))
+    steps.end(outputs[4], *reports_of(child), num_tokens=4)
+    for output in outputs[5:]:
+        steps.end(output, num_tokens=4)
+    assert steps.told() == [(0, shown(W1)), (4, UNKNOWN), (24, shown(W2))]
 
 
 def test_the_same_of_an_adapter() -> None:
@@ -328,3 +351,27 @@ def test_a_session_has_no_stamp() -> None:
     """vLLM counts its tokens anew with each input."""
     steps = Steps(resumable=True)
     assert len(steps.stamps) == 0
+
+
+def test_only_an_answer_of_l2_says_how_much_of_a_prompt_it_holds() -> None:
+    for answered in (False, True):
+        steps = Steps(kv_transfer_params={KEY: {"stored": True}})
+        hear = steps.stamps.hearer_of_l2(steps.request)
+        assert hear is not None
+        if answered:
+            hear()
+        stamp = steps.stamps.finish(steps.request)
+        assert stamp is not None
+        assert (stamp["stored_tokens"], stamp["storable_tokens"]) == (64 * answered, 96)
+
+
+def test_the_newest_labels_are_known() -> None:
+    steps = Steps()
+    steps.step(new=0)
+    steps.stamps.label(W1[:16], "first")
+    for number in range(1, MAX_LABELS):
+        steps.stamps.label(number.to_bytes(16), "other")
+    stamps = steps.stamps
+    assert stamps._write(stamps._open["r"])["tokens"][0]["label"] == "first"
+    stamps.label(bytes(16), "one more")
+    assert "label" not in stamps._write(stamps._open["r"])["tokens"][0]
