@@ -1,12 +1,13 @@
 """Random pushes, silent writes, idling and requests on the ranks of a domain: real watches, workers' records and all-reduces, over a
 model of caches whose blocks say with which weights they were computed. A rule that is taken away must be missed.
 
-Weights are small numbers, of which a rank has one, experts and all else. A block is the tuple of all of them at its pass, and that of
-the rank that has computed it.
+Weights are small numbers, of which a rank has one, experts and all else: each of its tensor-parallel workers holds a digit. A block is
+the tuple of all of them at its pass, and that of the rank that has computed it.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
@@ -31,7 +32,9 @@ from epochkv_connector.wire import StepMetadata, WorkerReport
 from epochkv_connector.worker.role import WorkerRole
 from hack.waiting import eventually
 
-RANKS = 2
+RANKS, WORKERS = 2, 1
+VALUES = 3
+"""Of what a worker may hold."""
 TOKENS = 3
 EVENTS = 150
 DIGEST_SECONDS = 0.02
@@ -46,25 +49,29 @@ class Wrong(AssertionError):
 
 
 class Rank:
-    """One data-parallel rank: its scheduler's watch, its worker's record and its GPU cache."""
+    """One data-parallel rank: its scheduler's watch, its workers' records and its GPU cache. `held`: its first worker's."""
 
     def __init__(self, world: World, number: int, pool: HashStore) -> None:
         self.world, self.number = world, number
         self.weights = self.seen = self.drawn = 0
-        self.held = Held()
-        self.role = WorkerRole(0, None, compare=self.held.compare, begin=self.held.begin)
-        self.held.domain = Domain(RANKS, number, pool, "0", self.held.claim, lambda: None)
-        rank._ranks[f"rank{number}"] = self.held
-        self.worker = SimpleNamespace(rank=0, vllm_config=SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=f"rank{number}")))
+        self.helds = [Held() for _ in range(WORKERS)]
+        self.held = self.helds[0]
+        self.roles = [WorkerRole(0, None, compare=held.compare, begin=held.begin) for held in self.helds]
+        self.workers = []
+        for worker, held in enumerate(self.helds):
+            held.domain = Domain(RANKS, number, pool, str(worker), held.claim, lambda: None)
+            rank._ranks[name := f"rank{number}.{worker}"] = held
+            config = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=name))
+            self.workers.append(SimpleNamespace(rank=worker, vllm_config=config))
         self.ended: set[tuple[int, bytes]] = set()
         self.cache: dict[tuple[int, bytes, int], Block] = {}
         self.queue: list[int] = []
-        self.saves: list[tuple[Comparison, tuple[int, bytes, int], Block]] = []
+        self.saves: list[tuple[list[Comparison], tuple[int, bytes, int], Block]] = []
         self.num_writes = 0
         self.said: tuple[bytes | None, bytes, int] = (None, b"", 0)
         self.foretold: bytes | None = None
         self.changes, self.polled_at, self.pushed_at = 0, 0.0, 0.0
-        self.watch = Watch(self, self, 1, world.clock, peers=self)  # type: ignore[arg-type]
+        self.watch = Watch(self, self, WORKERS, world.clock, peers=self)  # type: ignore[arg-type]
 
     # as `domain.Peers`
 
@@ -80,37 +87,43 @@ class Rank:
     # as `watch.Ranks`
 
     def digest_weights(self, number: int) -> list[dict[str, Any]]:
-        held = self.held
-        held.forget()
-        self.world.now += DIGEST_SECONDS
-        held.digested_at = held.domain.passes if held.domain else 0
-        held.learn(number, bytes([self.weights + 1]) * 32)
         drawn = self.drawn = self.seen = self.weights
+        self.world.now += DIGEST_SECONDS
+        answers = []
+        for worker, held in enumerate(self.helds):
+            held.forget()
+            held.digested_at = held.domain.passes if held.domain else 0
+            held.learn(number, bytes([digit(drawn, worker) + 1]) * 32)
 
-        def compare() -> Callable[[], bool]:
-            holds = self.seen == drawn
-            return lambda: holds
+            def compare(worker: int = worker) -> Callable[[], bool]:
+                holds = digit(self.seen, worker) == digit(drawn, worker)
+                return lambda: holds
 
-        held.sample = SimpleNamespace(compare=compare)  # type: ignore[assignment]
-        held.places = SimpleNamespace(stay=lambda: True)  # type: ignore[assignment]
-        return [{"number": number, "weights": held.value, "rest": held.value, "note": "", "rank": 0, "naps": 0, "alone": ""}]
+            held.sample = SimpleNamespace(compare=compare)  # type: ignore[assignment]
+            held.places = SimpleNamespace(stay=lambda: True)  # type: ignore[assignment]
+            found = {"weights": held.value, "rest": held.value}
+            answers.append({"number": number, **found, "note": "", "rank": worker, "naps": 0, "alone": ""})
+        return answers
 
     def are_asleep(self) -> bool:
         return False
 
     def are_unchanged(self, number: int) -> bool:
-        return self.held.is_unchanged(number)
+        unchanged = [held.is_unchanged(number) for held in self.helds]  # each is asked
+        return all(unchanged)
 
     def see_domain(self, number: int, anew: bool) -> list[dict[str, Any]]:
-        answer = rank.see_domain(self.worker, number, anew)
-        if answer["columns"]:
-            own = [watch.own_digest([column]) for column in answer["columns"]]
-            name = vars(watch)["domain_digest"](own, self.watch._rest)
-            self.world.meaning[name] = (*(column[0] - 1 for column in answer["columns"]), self.drawn)
-        return [answer]
+        answers = [rank.see_domain(worker, number, anew) for worker in self.workers]
+        if all(answer["columns"] for answer in answers):
+            columns = list(zip(*(answer["columns"] for answer in answers), strict=True))
+            name = vars(watch)["domain_digest"]([watch.own_digest(workers) for workers in columns], self.watch._rest)
+            held = (sum((column[0] - 1) * VALUES**worker for worker, column in enumerate(workers)) for workers in columns)
+            self.world.meaning[name] = (*held, self.drawn)
+        return answers
 
     def end_device_work(self) -> None:
-        self.held.forget()
+        for held in self.helds:
+            held.forget()
 
     # as `watch.WeightNames`
 
@@ -158,22 +171,24 @@ class Rank:
             report = self.work(number if value is not None else -1)
             if value is not None and found is None:
                 self.cache[name] = block = (*block, self.weights)
-                comparison = self.held.newest
-                if comparison is not None and comparison.holds() and comparison.as_expected:
-                    self.saves.append((comparison, name, block))
+                comparisons = [held.newest for held in self.helds if held.newest is not None]
+                if len(comparisons) == WORKERS and all(one.holds() and one.as_expected for one in comparisons):
+                    self.saves.append((comparisons, name, block))
 
             return lambda: self.hear(report)
 
         return compute
 
     def work(self, number: int) -> WorkerReport:
-        """What the worker does in a step."""
-        metadata = StepMetadata(digest_number=number)
-        self.role.new_step()
-        self.role.start(metadata, idle=False)
-        report = self.role.acks() if self.world.drafts else None
-        self.role.finish(metadata)
-        return report or self.role.acks()
+        """What the workers do in a step."""
+        metadata, reports = StepMetadata(digest_number=number), []
+        for role in self.roles:
+            role.new_step()
+            role.start(metadata, idle=False)
+            report = role.acks() if self.world.drafts else None
+            role.finish(metadata)
+            reports.append(report or role.acks())
+        return functools.reduce(WorkerReport.aggregate, reports)
 
     def hear(self, report: WorkerReport) -> None:
         for late in report.late:
@@ -183,15 +198,19 @@ class Rank:
 
     def put(self) -> None:
         waiting = []
-        for comparison, name, block in self.saves:
-            settled = comparison.settled()
-            if settled is None:
-                waiting.append((comparison, name, block))
-            elif settled:
+        for comparisons, name, block in self.saves:
+            settled = [one.settled() for one in comparisons]
+            if None in settled and False not in settled:
+                waiting.append((comparisons, name, block))
+            elif all(settled):
                 if block != self.world.meaning[name[1]]:
                     raise Wrong(f"{block} was stored as {self.world.meaning[name[1]]}")
                 self.world.store[name] = block
         self.saves = waiting
+
+
+def digit(weights: int, worker: int) -> int:
+    return weights // VALUES**worker % VALUES
 
 
 class AllReduce:
@@ -228,7 +247,7 @@ class World:
         self.store: dict[tuple[int, bytes, int], Block] = {}
         self._passes_since, self._passed_at, self._silent = 9, 0.0, False
         self._undo: tuple[Rank, int] | None = None
-        self._reduce = AllReduce(RANKS)
+        self._reduces = [AllReduce(RANKS) for _ in range(WORKERS)]
         keys = HashStore()
         self.ranks = [kind(self, number, keys) for number in range(RANKS)]
 
@@ -258,11 +277,12 @@ class World:
         for one, compute in zip(self.ranks, work, strict=True):
             if compute is None:
                 one.watch.before_pass()
-        list(self._pool.map(self._all_reduce, self.ranks))
+        for worker in range(WORKERS):
+            list(self._pool.map(functools.partial(self._all_reduce, worker), self.ranks))
         writer, before = self.random.choice(self.ranks), 0
         if in_the_middle := self._passes_since > 1 and self.random.random() < 0.05:
             before = writer.weights
-            writer.write(self.random.randrange(3))
+            writer.write(self.random.randrange(VALUES**WORKERS))
         block = tuple(one.weights for one in self.ranks)
         behind = [compute(block) if compute is not None else one.watch.passed for one, compute in zip(self.ranks, work, strict=True)]
         self._passed_at, self._passes_since = self.now, self._passes_since + 1
@@ -274,9 +294,10 @@ class World:
             then()
             one.put()
 
-    def _all_reduce(self, one: Rank) -> None:
-        assert one.held.domain is not None
-        one.held.domain.carry(torch.zeros((1, RANKS), dtype=torch.int32), self._reduce)
+    def _all_reduce(self, worker: int, one: Rank) -> None:
+        domain = one.helds[worker].domain
+        assert domain is not None
+        domain.carry(torch.zeros((1, RANKS), dtype=torch.int32), self._reduces[worker])
 
     def run(self) -> None:
         draw = self.random
@@ -294,9 +315,9 @@ class World:
                 case "ask":
                     one.queue.append(draw.randrange(TOKENS))
                 case "push":
-                    one.push(draw.randrange(3))
+                    one.push(draw.randrange(VALUES**WORKERS))
                 case "write" if compared:
-                    one.write(draw.randrange(3))
+                    one.write(draw.randrange(VALUES**WORKERS))
                 case "idle":
                     self.now += draw.choice((0.3, 0.7, 5.0))
 
@@ -316,8 +337,8 @@ def make_world(monkeypatch: Patch) -> Iterator[MakeWorld]:
             return world
 
         yield make
-    for number in range(RANKS):
-        rank._ranks.pop(f"rank{number}", None)
+    for name in [name for name in rank._ranks if name.startswith("rank")]:
+        del rank._ranks[name]
 
 
 @pytest.fixture
@@ -353,12 +374,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("drafts", "ranks"), [(False, 2), (True, 2), (True, 4)])
+@pytest.mark.parametrize(("drafts", "ranks", "workers"), [(False, 2, 1), (True, 2, 1), (True, 4, 1), (True, 2, 2)])
 def test_no_block_is_found_or_stored_that_its_name_does_not_describe(
-    run: Callable[[int], int], drafts: bool, ranks: int, monkeypatch: Patch
+    run: Callable[[int], int], drafts: bool, ranks: int, workers: int, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(World, "drafts", drafts)
     monkeypatch.setattr(f"{__name__}.RANKS", ranks)
+    monkeypatch.setattr(f"{__name__}.WORKERS", workers)
     assert run(2 * SCHEDULES // ranks) > 5 * SCHEDULES, "blocks are stored"
 
 
