@@ -49,13 +49,12 @@ def test_a_status_tells_all_about_the_pool(hub: Driver) -> None:
     assert (other.weights, other.weights_note, other.since_seconds) == (None, "asleep", 0.0)
 
 
-def test_a_hub_that_does_not_lead_tells_nothing_about_epochs() -> None:
+def test_a_hub_that_does_not_lead_tells_nothing_about_epochs_and_labels_nothing() -> None:
     """A trainer that took its target for the newest would ask for one that is long published: a reset that is none."""
     hub = Driver()
-    hub.hear(Status(1))
-    hub.hear(Bump(2, 1))
-    assert [message.code for message in hub.of(Error)] == [Refusal.NOT_LEADING] * 2
-    assert hub.of(Status) == hub.of(BumpStatus) == []
+    for question in (Status(1), Bump(2, 1), Label(3, W, "step-1")):
+        hub.hear(question)
+    assert [message.code for message in hub.of(Error)] == [Refusal.NOT_LEADING] * len(hub.sent) == [Refusal.NOT_LEADING] * 3
 
 
 def test_a_status_waits_for_a_leadership_read(hub: Driver) -> None:

@@ -367,13 +367,6 @@ def test_a_write_that_fails_is_made_again_when_its_trainer_asks_again(hub: Drive
     assert [answer.request for answer in hub.of(Labelled)] == [1]
 
 
-def test_a_hub_that_does_not_lead_labels_nothing() -> None:
-    hub = Driver()
-    hub.hear(Label(1, A, "one"))
-    assert [error.code for error in hub.of(Error)] == [Refusal.NOT_LEADING]
-    assert hub.of(Labelled) == []
-
-
 def test_labels_on_record_are_known_to_the_next_hub_and_to_one_that_sees_them_later() -> None:
     hub = Driver()
     hub.step(ev.Acquired(Term("h", 1), PoolRecord(labels={A: "one"})))

@@ -143,10 +143,3 @@ def test_every_secret_of_the_parser_is_known(parser: argparse.ArgumentParser) ->
     harmless = {"--ssl-keyfile"}  # a path
     sounds = {option for option in options(parser) if re.search("key|passw|secret|credential|(^|-)token$", option)}
     assert {one for one in sounds if not one.startswith(("--allow-", "--no-allow-"))} - harmless == set(SECRET)
-
-
-def test_vllm_reads_the_key_from_the_environment() -> None:
-    """The remedy that the refusal names."""
-    from vllm import envs
-
-    assert "VLLM_API_KEY" in envs.environment_variables
