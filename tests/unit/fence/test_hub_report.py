@@ -45,6 +45,15 @@ def test_the_next_epoch_asked_for_at_once_makes_nobody_late() -> None:
     assert texts(before, now) == ["epoch 3 recorded, asked for; 2 of 2 engines to go", "epoch 2 published: no engine uses an older one"]
 
 
+def test_who_comes_goes_does_not_know_its_weights_or_was_fenced_is_told() -> None:
+    late = engine(1, 0, converged=False)
+    assert texts(pool(), pool(late)) == ["engine rollout-1 joined", f"engine rollout-1 holds weights {W.hex()[:8]}"]
+    assert texts(pool(late), pool(engine(1, weights=None, weights_note="asleep"))) == ["engine rollout-1 holds unknown weights: asleep"]
+    (line,) = compare(pool(late, target=1), pool(late, target=1, published=1))
+    assert (line.level, line.text.partition("; ")[2]) == (logging.WARNING, "not acknowledged, fenced by its lease: rollout-1")
+    assert texts(pool(late), pool()) == ["engine rollout-1 left"]
+
+
 def test_who_holds_which_weights_is_told_when_it_changes() -> None:
     held = W.hex()[:8]
     assert texts(pool(engine(1)), pool(engine(1))) == []
