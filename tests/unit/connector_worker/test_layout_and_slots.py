@@ -194,12 +194,6 @@ def test_smaller_kernel_blocks_are_grouped_into_pool_blocks() -> None:
     assert payload(stage.region, 0, 24).view(torch.float32).tolist() == [6, 7, 8, 9, 10, 11]
 
 
-def test_padded_pages_are_copied_without_the_padding() -> None:
-    pages = torch.arange(4 * 10.0).view(4, 10)[:, :7]
-    layout = block_layout("a", pages, 4)
-    assert (layout.block_stride, layout.shape) == (40, (28,))
-
-
 @pytest.mark.parametrize(
     ("shape", "num_blocks", "message"),
     [

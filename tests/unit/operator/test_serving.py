@@ -335,16 +335,6 @@ def test_without_a_majority_gates_open_once_a_push_is_over() -> None:
 ELSEWHERE = [holds(f"elsewhere-{number}", STEP_1) for number in range(5)]
 
 
-@pytest.mark.parametrize("ahead", [-3600.0, 0.0, 8.0, 3600.0])
-def test_a_clock_that_was_set_or_is_another_operators_makes_no_engine_new(ahead: float) -> None:
-    """The gates were written five seconds after the engines had started."""
-    pods, views = [gated(name, "True", since=985.0) for name in "abcd"], [holds(name, BASE) for name in "abcd"]
-    found = look(pods, [*views, *ELSEWHERE], now=NOW + timedelta(seconds=ahead))
-    assert (found.stays, turns(found)) == (("a", "b"), dict.fromkeys("cd", ("False", "OtherWeights")))
-    late = [holds(name, STEP_2, since=5.0) for name in "abcd"]
-    assert turns(look(pods, [*late, *ELSEWHERE], now=NOW + timedelta(seconds=ahead))) == {}, "a push that goes on"
-
-
 @pytest.mark.parametrize("ahead", [-3600.0, 0.0, 3600.0])
 def test_an_operator_that_takes_over_closes_what_was_started_meanwhile(ahead: float) -> None:
     """It has seen no container end. With the right weights, the pod stays, and its gate names the new instance, once."""
