@@ -30,7 +30,7 @@ from epochkv_connector.naming.identity import fingerprint, object_key, older_pat
 from epochkv_connector.naming.root import TAG_KEY, Pins, PoolMembership, RootState, is_session
 from epochkv_connector.scheduler.requests import Admission, SharedState
 from epochkv_connector.scheduler.stamps import Stamps
-from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps, max_saved
+from epochkv_connector.scheduler.steps import FindWorker, SaveCandidates, Steps
 from epochkv_connector.scheduler.weight_changes import WeightChanges
 from epochkv_connector.stats import EpochKVStats, Reporter
 from epochkv_connector.store.client import StoreClient
@@ -321,8 +321,7 @@ class SchedulerRole:
     def _stored(self, request: Any) -> tuple[int, int]:
         if self.tiers is None or self.store_keys is None or self.state.broken:
             return 0, 0
-        most = min(request.num_prompt_tokens, max_saved(request, self._config.save)) // self.state.hash_block_size
-        return self.tiers.stored(self.state.names_for_tiers(request)[:most])
+        return self.tiers.stored(self.state.names_for_tiers(request)[: request.num_prompt_tokens // self.state.hash_block_size])
 
     def _find_unused(self, layouts: Sequence[RankLayout], policy: str) -> list[limits.Unused]:
         """What this engine cannot use, said in one line."""

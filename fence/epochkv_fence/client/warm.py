@@ -30,6 +30,7 @@ AT_ONCE: Final = 8
 WARM_SECONDS: Final = 120.0
 POLL_SECONDS: Final = 0.1
 ASKED: Final = {STAMP_KEY: {"stamp": True, "stored": True, "save": "Prompts"}}
+LOOKED: Final = {STAMP_KEY: {**ASKED[STAMP_KEY], "save": 0}}
 
 
 class WarmFailed(PoolError):
@@ -77,27 +78,28 @@ def warm(
         progress: told how many prompts are done; fewer again when names have changed.
 
     Raises:
-        WarmFailed: one is not in L2 in time, names keep changing, the engine has no L2 or no connector of ours, or it cannot be reached.
+        WarmFailed: L2 does not hold all of them in time, names keep changing, the engine has no L2 or no connector of ours, or is away.
         ArgumentError (a ValueError): so many seconds cannot be waited for.
     """
     check_timeout(timeout_s)
     deadline = time.monotonic() + timeout_s
     one = _Server(engine.rstrip("/"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
     over = threading.Event()
-    works = [partial(_warm, one, prompt, deadline, over) for prompt in prompts]
+    works = [partial(_warm, one, number, prompt, deadline, over) for number, prompt in enumerate(prompts, 1)]
     tokens: dict[int, int] = {}  # by prompt, of those that are found under `names`
-    computed, names = 0, NOBODYS
+    computed, names, looks = 0, NOBODYS, False
     try:
-        while len(tokens) < len(works):
-            if names != NOBODYS and (over.wait(POLL_SECONDS) or time.monotonic() > deadline):
+        while len(tokens) < len(works) or not looks:
+            looks = len(tokens) == len(works)  # at the end: later ones may have pushed out earlier ones
+            if names != NOBODYS and not looks and (over.wait(POLL_SECONDS) or time.monotonic() > deadline):
                 raise WarmFailed(f"{one.name}: the weights or the epoch changed between prompts, and the time is over")
-            left = [index for index in range(len(works)) if index not in tokens]
-            asked = [works[index] for index in left]
+            left = [index for index in range(len(works)) if looks or index not in tokens]
+            asked = [partial(works[index], LOOKED if looks else ASKED) for index in left]
             each = _together(asked) if isinstance(one, _Server) else (work() for work in asked)  # vLLM's `LLM` answers one at a time
             for index, (stored, num_computed, under) in zip(left, each, strict=True):
                 if under != names:  # what was found under others is found no more
                     tokens, names = {}, under
-                tokens[index], computed = stored, computed + num_computed
+                tokens[index], computed = stored, computed + num_computed * (not looks)
                 progress(len(tokens))
     finally:
         over.set()
@@ -115,7 +117,9 @@ def _together(works: Sequence[Callable[[], T]]) -> Iterator[T]:
         yield running.popleft().result()
 
 
-def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: threading.Event) -> tuple[int, int, Names]:
+def _warm(
+    engine: _Server | _InProcess, number: int, prompt: Prompt, deadline: float, over: threading.Event, params: Any
+) -> tuple[int, int, Names]:
     """(tokens in L2, tokens that were computed, names). Asks again until the engine says that L2 holds all that it can.
 
     Args:
@@ -124,12 +128,14 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: t
     computed: int | None = None
     while True:
         try:
-            num_tokens, params = engine.ask(prompt if isinstance(prompt, str | Mapping) else list(prompt))
-        except _Away:
-            if over.wait(POLL_SECONDS) or time.monotonic() > deadline:
-                raise
+            num_tokens, answered, ended = engine.ask(prompt if isinstance(prompt, str | Mapping) else list(prompt), params)
+            if ended == "abort":
+                raise _Away(f"{engine.name} aborts requests")
+        except WarmFailed as error:
+            if not isinstance(error, _Away) or over.wait(POLL_SECONDS) or time.monotonic() > deadline:
+                raise WarmFailed(f"prompt {number}: {error}") from None
             continue
-        said = (params or {}).get(STAMP_KEY) or {}
+        said = (answered or {}).get(STAMP_KEY) or {}
         if "storable_tokens" not in said:
             raise WarmFailed(f"{engine.name} does not say what L2 holds: it runs without the connector of this version of EpochKV")
         if computed is None:
@@ -137,12 +143,13 @@ def _warm(engine: _Server | _InProcess, prompt: Prompt, deadline: float, over: t
         stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
         if storable == 0:
             why = "it has no L2 that works (`epochkv engines`), or no whole block"
-            raise WarmFailed(f"{engine.name} can store nothing of a prompt of {num_tokens} tokens: {why}")
+            raise WarmFailed(f"{engine.name} can store nothing of prompt {number}, of {num_tokens} tokens: {why}")
         by = (made[-1]["weights"], made[-1].get("adapter", "")) if made else (UNKNOWN_WEIGHTS, "")
         if stored == storable and UNKNOWN_WEIGHTS not in by:
             return stored, computed, (*by, said.get("epoch"))
         if over.wait(POLL_SECONDS) or time.monotonic() > deadline:
-            raise WarmFailed(f"{engine.name}: L2 holds {stored} of {storable} tokens of a prompt, and the time is over")
+            why = "the time is over" if params is ASKED else "it held all: it has no room for all prompts"
+            raise WarmFailed(f"{engine.name}: L2 holds {stored} of {storable} tokens of prompt {number}, and {why}")
 
 
 class _InProcess:
@@ -151,12 +158,12 @@ class _InProcess:
     def __init__(self, llm: Any) -> None:
         self._llm, self._params = llm, llm.get_default_sampling_params()
         self._params.max_tokens, self._params.temperature, self._params.detokenize = 1, 0.0, False
-        self._params.extra_args = {"kv_transfer_params": ASKED}
 
-    def ask(self, prompt: str | list[int] | Mapping[str, Any]) -> tuple[int, Any]:
+    def ask(self, prompt: str | list[int] | Mapping[str, Any], params: Any) -> tuple[int, Any, str]:
         asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        self._params.extra_args = {"kv_transfer_params": params}
         (answer,) = self._llm.generate([asked], self._params, use_tqdm=False)
-        return len(answer.prompt_token_ids), answer.kv_transfer_params
+        return len(answer.prompt_token_ids), answer.kv_transfer_params, answer.outputs[0].finish_reason
 
 
 class _Server:
@@ -165,11 +172,14 @@ class _Server:
         self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know the cluster's names
         self._model = model or str(self._ask("/v1/models", lambda answer: answer["data"][0]["id"]))
 
-    def ask(self, prompt: str | list[int] | Mapping[str, Any]) -> tuple[int, Any]:
+    def ask(self, prompt: str | list[int] | Mapping[str, Any], params: Any) -> tuple[int, Any, str]:
+        """Tokens of the prompt, `kv_transfer_params`, and why the answer ended."""
         asked = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
-        body = {**asked, "model": self._model, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": ASKED}
+        body = {**asked, "model": self._model, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": params}
         path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
-        return self._ask(path, lambda answer: (int(answer["usage"]["prompt_tokens"]), answer.get("kv_transfer_params")), body)
+        return self._ask(
+            path, lambda it: (it["usage"]["prompt_tokens"], it.get("kv_transfer_params"), it["choices"][0]["finish_reason"]), body
+        )
 
     def _ask(self, path: str, read: Callable[[Any], T], body: Any = None) -> T:
         key = os.environ.get("VLLM_API_KEY", "").strip()  # one that ends in a newline would be told in the error

@@ -16,6 +16,7 @@ import pytest
 
 from epochkv_fence.cli.warm import prompts_of
 from epochkv_fence.client import ArgumentError, ConfigurationError, Warmed, WarmFailed, warm
+from epochkv_fence.client.warm import ASKED, LOOKED
 from hack.waiting import eventually
 from tests.support.cli import inside
 
@@ -29,7 +30,8 @@ class Engine(http.server.BaseHTTPRequestHandler):
     asked: Counter[str]
     storable: int
     has_connector: bool
-    away: int  # for so many questions
+    away: int  # for so many questions; half of them end as aborted
+    has_room: bool  # for what it held before
 
     def do_GET(self) -> None:
         self._answer({"data": [{"id": "policy"}]})
@@ -37,16 +39,19 @@ class Engine(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert [body.pop(name) for name in ("model", "max_tokens", "temperature", "detokenize")] == ["policy", 1, 0, False]
-        assert body.pop("kv_transfer_params")["epochkv"]["stored"] is True
+        wanted = body.pop("kv_transfer_params")
+        assert wanted in (ASKED, LOOKED)
         if type(self).away:
             type(self).away -= 1
-            return self.send_error(503)
+            aborted = {"usage": {"prompt_tokens": 130}, "choices": [{"finish_reason": "abort"}]}
+            return self._answer(aborted) if type(self).away % 2 else self.send_error(503)
         key = f"{self.path} {json.dumps(body)}"
         self.asked[key] += 1
-        stored = min(self.storable, 64 * self.asked[key] - 64)
+        stored = min(self.storable, 64 * self.asked[key] - 64) * (self.has_room or wanted == ASKED)
         cached = {"gpu": stored, "l1": 0, "l2": 0}
         said = {"tokens": MADE, "cached_tokens": cached, "stored_tokens": stored, "storable_tokens": self.storable}
-        self._answer({"usage": {"prompt_tokens": 130}, "kv_transfer_params": {"epochkv": said} if self.has_connector else None})
+        params = {"epochkv": said} if self.has_connector else None
+        self._answer({"usage": {"prompt_tokens": 130}, "kv_transfer_params": params, "choices": [{"finish_reason": "length"}]})
 
     def _answer(self, body: Any) -> None:
         text = json.dumps(body).encode()
@@ -61,7 +66,7 @@ class Engine(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engine() -> Iterator[tuple[type[Engine], str]]:
-    handler = type("One", (Engine,), {"asked": Counter(), "storable": 128, "has_connector": True, "away": 0})
+    handler = type("One", (Engine,), {"asked": Counter(), "storable": 128, "has_connector": True, "away": 0, "has_room": True})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -73,10 +78,10 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monk
     monkeypatch.setenv("VLLM_API_KEY", "from a file\n")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     done: list[int] = []
-    engine[0].away = 1
+    engine[0].away = 4
     assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
-    assert engine[0].asked == {'/v1/completions {"prompt": "a"}': 3, '/v1/completions {"prompt": [1, 2, 3]}': 3}
-    assert done == [1, 2]
+    assert engine[0].asked == {'/v1/completions {"prompt": "a"}': 4, '/v1/completions {"prompt": [1, 2, 3]}': 4}
+    assert done == [1, 2, 2, 2]
 
 
 class Llm:
@@ -90,29 +95,37 @@ class Llm:
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         assert (params.max_tokens, params.temperature, use_tqdm) == (1, 0.0, False)
-        assert params.extra_args["kv_transfer_params"]["epochkv"] == {"stamp": True, "stored": True, "save": "Prompts"}
+        assert params.extra_args["kv_transfer_params"] in (ASKED, LOOKED)
         again = prompts[0] in self.asked
         self.asked.append(prompts[0])
         said = {"tokens": MADE, "epoch": 0, "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again, "storable_tokens": 128}
         value = next(self.values)
         said |= {"epoch": value} if self.what == "epoch" else {"tokens": [{**MADE[-1], "adapter": f"{value:032x}"}]}
-        return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said})]
+        ended = [SimpleNamespace(finish_reason="length")]
+        return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said}, outputs=ended)]
 
 
 @pytest.mark.parametrize("what", ["epoch", "adapter"])
 def test_an_engine_in_this_process_whose_names_change_between_two_prompts(what: str) -> None:
     llm = Llm(what, itertools.chain([0, 0], itertools.repeat(1)))
     assert warm(["a", [1, 2, 3]], llm) == Warmed(2, 256, 290, "ab" * 16)
-    assert llm.asked == ["a", "a", {"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [1, 2, 3]}, "a"]
+    second = {"prompt_token_ids": [1, 2, 3]}
+    assert llm.asked == ["a", "a", second, second, "a", "a", second]
     with pytest.raises(WarmFailed, match="changed between prompts"):
         warm(["a", "b"], Llm(what, itertools.count()), timeout_s=2.0)
 
 
-@pytest.mark.parametrize(("storable", "says"), [(1 << 20, "tokens of a prompt, and"), (0, "it has no L2")])
+@pytest.mark.parametrize(("storable", "says"), [(1 << 20, "tokens of prompt 1, and the"), (0, "it has no L2")])
 def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str], storable: int, says: str) -> None:
     engine[0].storable = storable
     with pytest.raises(WarmFailed, match=says):
         warm(["a"], engine[1], timeout_s=0.5)
+
+
+def test_what_l2_has_no_more_at_the_end_is_not_said_to_be_there(engine: tuple[type[Engine], str]) -> None:
+    engine[0].has_room = False
+    with pytest.raises(WarmFailed, match="L2 holds 0 of 128 tokens of prompt 1, and it held all: it has no room"):
+        warm(["a", "b"], engine[1], timeout_s=1.5)
 
 
 def test_who_is_interrupted_does_not_wait_for_the_others_which_are_asked_no_more(engine: tuple[type[Engine], str]) -> None:
@@ -164,7 +177,7 @@ def test_the_command(engine: tuple[type[Engine], str], tmp_path: Path, capsys: p
     command = "warm", "--prompts", str(file), "--url", engine[1]
     status, line, _ = inside(capsys, *command)
     assert (status, line) == (0, "L2 holds 512 tokens of 4 prompts under weights abababab; 520 tokens were computed\n")
-    assert list(engine[0].asked.values()) == [3] * 4
+    assert list(engine[0].asked.values()) == [4] * 4
     assert set(engine[0].asked) == {
         *(f"/v1/completions {json.dumps({'prompt': prompt})}" for prompt in ("one\u2028\x85", [1, 2], "three")),
         '/v1/chat/completions {"messages": [{"role": "system"}], "cache_salt": "s"}',
