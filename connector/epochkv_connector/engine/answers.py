@@ -88,24 +88,30 @@ def _batch(function: Callable[..., Any], serving: Any, outputs: list[Any], *args
 
 
 async def _stream(function: Callable[..., AsyncIterator[str]], *args: Any, **kwargs: Any) -> AsyncIterator[str]:
-    """Each line that vLLM sends, with the stamp of the choice that it ends."""
+    """Each line that vLLM sends, with the stamp of the choice that it ends; the line of `include_usage`, the last one, has all of them."""
     given = inspect.signature(function).bind(*args, **kwargs)
     num_samples = getattr(given.arguments.get("request"), "n", None) or 1
-    ended: dict[int, dict[str, Any] | None] = {}  # by choice; None: it was sent
+    ended: dict[int, dict[str, Any]] = {}  # by choice
+    unsent: set[int] = set()
 
     async def results(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for each in outputs:
             prompt, output = each if isinstance(each, tuple) else (0, each)
-            for index, stamp in enumerate(_samples(output)):
-                if stamp is not None:
-                    ended.setdefault(prompt * num_samples + index, stamp)
+            for choice, stamp in enumerate(_samples(output), prompt * num_samples):
+                if stamp is not None and choice not in ended:
+                    ended[choice] = stamp
+                    unsent.add(choice)
             yield each
 
     given.arguments["result_generator"] = results(given.arguments["result_generator"])
     async for line in function(*given.args, **given.kwargs):
-        chunk = json.loads(line.removeprefix("data: ")) if any(ended.values()) and line.startswith("data: {") else {}
+        is_last = bool(ended) and '"choices":[]' in line
+        chunk = json.loads(line.removeprefix("data: ")) if (unsent or is_last) and line.startswith("data: {") else {}
         for choice in chunk.get("choices", ()):
-            if choice.get("finish_reason") and (stamp := ended.get(choice["index"])):
-                ended[choice["index"]] = None
-                chunk["kv_transfer_params"] = {STAMP_KEY: stamp}
+            if choice.get("finish_reason") and choice["index"] in unsent:
+                unsent.discard(choice["index"])
+                chunk["kv_transfer_params"] = {STAMP_KEY: ended[choice["index"]]}
+        if is_last and chunk.get("choices") == []:
+            samples = [ended.get(choice) for choice in range(max(ended) + 1)]
+            chunk["kv_transfer_params"] = {STAMP_KEY: samples[0] if len(samples) == 1 else {"samples": samples}}
         yield line if "kv_transfer_params" not in chunk else f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

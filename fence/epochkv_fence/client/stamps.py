@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from epochkv_fence.protocol.messages import STAMP_KEY, UNKNOWN_WEIGHTS
 from epochkv_fence.protocol.pool import is_called
 
@@ -73,7 +75,8 @@ def stamps(response: Any) -> list[Stamp | None]:
     params = _get(response, "kv_transfer_params")
     said = params.get(STAMP_KEY) if isinstance(params, Mapping) else None
     num_choices = len(_get(response, "choices") or _get(response, "outputs") or ())
-    found = [_stamp(one) for one in (said.get("samples") or [said] if isinstance(said, Mapping) else [None])]
+    samples = said.get("samples") if isinstance(said, Mapping) else None
+    found = [_stamp(one) for one in (samples if isinstance(samples, list) else [said])]
     return found if num_choices in (0, len(found)) else [None] * num_choices  # nobody knows whose they are
 
 
@@ -82,7 +85,8 @@ def _get(response: Any, name: str) -> Any:
 
 
 def _stamp(said: Any) -> Stamp | None:
-    if not isinstance(said, Mapping) or "tokens" not in said:
+    try:
+        made = tuple(msgspec.convert(one, Made) for one in said["tokens"])
+        return Stamp(made, said.get("epoch"), dict(said.get("cached_tokens") or {}))
+    except (LookupError, TypeError, ValueError):
         return None
-    made = tuple(Made(one["from_token"], one["weights"], one.get("label", ""), one.get("adapter", "")) for one in said["tokens"])
-    return Stamp(made, said.get("epoch"), dict(said.get("cached_tokens") or {}))

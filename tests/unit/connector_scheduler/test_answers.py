@@ -72,10 +72,10 @@ def test_the_answer_to_several_prompts_has_the_stamps_of_all() -> None:
     assert params(answer(STAMP)) == {KEY: STAMP}
 
 
-def test_the_chunk_that_ends_a_choice_carries_its_stamp() -> None:
+def test_the_chunk_that_ends_a_choice_carries_its_stamp_and_that_of_the_usage_all_of_them() -> None:
     chunks = [(0, "ä", None), (3, "b", "stop"), (0, "c", None), (2, "d", "stop"), (0, "e", "length")]
     sent = [*({"choices": [dict(zip(("index", "text", "finish_reason"), one, strict=True))]} for one in chunks), {"choices": []}]
-    lines = [*(f"data: {json.dumps(chunk)}\n\n" for chunk in sent), "data: [DONE]\n\n"]
+    lines = [*(f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n" for chunk in sent), "data: [DONE]\n\n"]
 
     async def generator(request: Any, result_generator: AsyncIterator[Any]) -> AsyncIterator[str]:
         yield lines[0]
@@ -90,5 +90,6 @@ def test_the_chunk_that_ends_a_choice_carries_its_stamp() -> None:
         return [line async for line in _stream(generator, SimpleNamespace(n=2), results())]
 
     got = asyncio.run(collect())
-    assert [got[0], got[2], *got[4:]] == [lines[0], lines[2], *lines[4:]]
-    assert [json.loads(got[at].removeprefix("data: "))["kv_transfer_params"] for at in (1, 3)] == [{KEY: STAMP}, {KEY: FIVE}]
+    assert [got[0], got[2], got[4], got[6]] == [lines[0], lines[2], lines[4], lines[6]]
+    said = [json.loads(got[at].removeprefix("data: "))["kv_transfer_params"][KEY] for at in (1, 3, 5)]
+    assert said == [STAMP, FIVE, {"samples": [None, None, FIVE, STAMP]}]

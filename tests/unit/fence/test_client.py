@@ -391,7 +391,10 @@ def test_an_answer_of_one_policy_and_one_of_unknown_weights() -> None:
             fence.Stamp(()).of(token)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"epochkv": None}, {"epochkv": {"samples": [None, {}]}}, {"other": 1}, {"epochkv": SAID}])
+NO_STAMPS: list[Any] = [None, 3, SAID, {"samples": [None, {}]}, {"samples": 3}, {"tokens": None}, {"tokens": [{"from_token": 0}, 3]}]
+
+
+@pytest.mark.parametrize("params", [None, {}, {"other": 1}, *({"epochkv": said} for said in NO_STAMPS)])
 def test_no_stamp_or_one_of_an_unknown_choice(params: Any) -> None:
     assert fence.stamps({"choices": [{}, {}], "kv_transfer_params": params}) == [None, None]
 
