@@ -42,14 +42,14 @@ def test_the_tiers_get_what_the_configuration_says(make_rig: MakeRig, store: Sha
     assert saved(rig) == expected * BLOCK
 
 
-@pytest.mark.parametrize("asked", ["Prompts", {"max_tokens": 4 * BLOCK}])
+@pytest.mark.parametrize("asked", ["Prompts", {"max_tokens": 4 * BLOCK}, 4 * BLOCK])
 @on_layouts(("full",), ("full", STATE), ("48", "full"))
 def test_a_request_may_say_otherwise(make_rig: MakeRig, asked: Any) -> None:
     assert saved(make_rig(epoch=0), {"epochkv": {"save": asked}}) == 4 * BLOCK
     assert saved(make_rig(epoch=0, extra={"save": "Prompts"}), {"epochkv": {"save": "All"}}) == 7 * BLOCK
 
 
-@pytest.mark.parametrize("asked", ["prompts", {"max_tokens": -1}, {"max_tokens": "2"}, {}, None, 3])
+@pytest.mark.parametrize("asked", ["prompts", {"max_tokens": -1}, {"max_tokens": "2"}, {}, None, -1, True])
 def test_what_nobody_understands_changes_nothing(make_rig: MakeRig, asked: Any) -> None:
     assert saved(make_rig(epoch=0), {"epochkv": {"save": asked}}) == 7 * BLOCK
 

@@ -167,7 +167,7 @@ def max_saved(request: Any, save: Save) -> int:
     asked = asked_of(request)
     if asked is not None and "save" in asked:
         with contextlib.suppress(msgspec.ValidationError):
-            save = msgspec.convert(asked["save"], Save)
+            save = msgspec.convert({"max_tokens": asked["save"]} if type(asked["save"]) is int else asked["save"], Save)
     if isinstance(save, UpTo):
         return save.max_tokens
     return int(request.num_prompt_tokens) if save == "Prompts" else sys.maxsize
