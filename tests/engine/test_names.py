@@ -76,9 +76,9 @@ def test_staggered_pushes_under_traffic(lab: Lab, weights: Weights, prompts: Pro
     lab.share(weights.third)
 
 
-def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, float]]) -> bool:
+def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, float]], recomputed: bool) -> bool:
     """Whether tokens were surely made after the last push. `held`: digest, weights, and when their push began and ended, in order, the
-    first before the request."""
+    first before the request. `recomputed`: after each push, all KV before a token was."""
     assert stream.stamp is not None
     made = stream.stamp.made
     assert made[0].from_token == 0
@@ -91,9 +91,11 @@ def check_stamp(lab: Lab, stream: Stream, held: list[tuple[str, Path, float, flo
         began = min((began for digest, _, began, _ in held if digest == one.weights[:8]), default=held[1][2])
         assert stream.times[one.from_token] >= began
     until = [*(one.from_token for one in made[1:]), len(stream.tokens)]
-    if made[0].weights != UNKNOWN:
-        model = next(model for digest, model, *_ in held if digest == order[0])
-        assert lab.reference.answer(stream.prompt, model, until[0]) == tuple(stream.tokens[: until[0]])
+    for one, end in list(zip(made, until, strict=True))[: None if recomputed else 1]:
+        if one.weights != UNKNOWN:
+            model = next(model for digest, model, *_ in held if digest == one.weights[:8])
+            so_far = [*stream.prompt, *stream.tokens[: one.from_token]]
+            assert lab.reference.answer(so_far, model, end - one.from_token) == tuple(stream.tokens[one.from_token : end])
     unknown = sum(end - one.from_token for one, end in zip(made, until, strict=True) if one.weights == UNKNOWN)
     assert unknown <= IN_FLIGHT * (len(held) - 1), f"{unknown} tokens are unknown"
     is_last = sum(seen > held[-1][3] for seen in stream.times) > IN_FLIGHT
@@ -118,12 +120,18 @@ def stamped(lab: Lab, engine: Engine, num_answers: int) -> None:
             for _ in range(2 - number % 2):
                 streams.move_on(source.randrange(1, 25))
                 model, began, before = lab.weights.after(model), time.monotonic(), len(lab.seen(engine))
+                recomputed = number % 2 == 0
+                if recomputed:
+                    engine.pause("keep", clear_cache=False)
                 lab.push(engine, model)
+                if recomputed:
+                    eventually(lambda: engine.reset_prefix_cache(external=False), "running requests begin anew")
+                    engine.resume()
                 ended = time.monotonic()
                 eventually(lambda before=before: len(lab.seen(engine)) > before, "the engine has seen them")
                 held.append((lab.digest(engine), model, began, ended))
             streams.wait()
-        num_last += sum(check_stamp(lab, stream, held) for stream in streams.all)
+        num_last += sum(check_stamp(lab, stream, held, recomputed) for stream in streams.all)
     assert num_last > 0
 
 
