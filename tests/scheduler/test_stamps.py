@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from epochkv_connector.naming.identity import Pin
-from epochkv_connector.scheduler.stamps import MAX_LABELS, Stamps, reports_of, shown
+from epochkv_connector.scheduler.stamps import Stamps, reports_of, shown
 from epochkv_connector.weights.watch import fold
 from epochkv_connector.wire import WorkerReport
 from epochkv_fence.protocol.messages import STAMP_KEY as KEY
@@ -363,15 +363,3 @@ def test_only_an_answer_of_l2_says_how_much_of_a_prompt_it_holds() -> None:
         stamp = steps.stamps.finish(steps.request)
         assert stamp is not None
         assert (stamp["stored_tokens"], stamp["storable_tokens"]) == (64 * answered, 96)
-
-
-def test_the_newest_labels_are_known() -> None:
-    steps = Steps()
-    steps.step(new=0)
-    steps.stamps.label(W1[:16], "first")
-    for number in range(1, MAX_LABELS):
-        steps.stamps.label(number.to_bytes(16), "other")
-    stamps = steps.stamps
-    assert stamps._write(stamps._open["r"])["tokens"][0]["label"] == "first"
-    stamps.label(bytes(16), "one more")
-    assert "label" not in stamps._write(stamps._open["r"])["tokens"][0]

@@ -251,8 +251,8 @@ def listen_on_both_families() -> None:
     from vllm.distributed.kv_events import ZmqEventPublisher
 
     def set_up(function: Callable[..., Any], publisher: Any) -> Any:
-        publisher._ctx = zmq.Context.shadow(publisher._ctx)  # whose options are its own
-        publisher._ctx.setsockopt(zmq.IPV6, 1)  # without IPv6 here, ZeroMQ listens on IPv4
+        publisher._ctx = zmq.Context.shadow(publisher._ctx)  # whose options are its own; without IPv6 here, ZeroMQ listens on IPv4
+        publisher._ctx.setsockopt(zmq.IPV6, 1)
         return function(publisher)
 
     wrap(ZmqEventPublisher, "_socket_setup", set_up)

@@ -171,8 +171,6 @@ class Stamps:
         self._due.discard(request.request_id)
         if (stamp := self._open.pop(request.request_id, None)) is None:
             return None
-        if not self._open:
-            self._steps.clear()
         written = self._write(stamp)
         if _asks_stored(request):
             stored, written["storable_tokens"] = self._stored(request)

@@ -131,23 +131,12 @@ def _asked_again(check: Callable[[str, str], None]) -> aiohttp.TraceConfig:
 
 def _kubeconfig() -> str:
     """Paths of kubeconfigs, as `KUBECONFIG` has them. Empty: there is none, and this is a pod."""
-    given = os.environ.get("KUBECONFIG")
-    paths = given or "~/.kube/config"
+    paths = os.environ.get("KUBECONFIG") or "~/.kube/config"
     if any(os.path.exists(os.path.expanduser(path)) for path in paths.split(os.pathsep)):
         return paths
-    if given or not os.environ.get("KUBERNETES_SERVICE_HOST"):
-        raise kubernetes_config.ConfigException(f"{paths.replace(os.pathsep, ' and ')} not found")
-    return ""
-
-
-def _load(paths: str) -> tuple[Any, Json]:
-    """The library's loader, and the user. A plugin's path begins at its kubeconfig's folder, which the library does not know."""
-    loader = kube_config._get_kube_config_loader_for_yaml_file(paths, persist_config=True)
-    user = loader._user.value if loader._user else {}
-    if os.path.dirname((user.get("exec") or {}).get("command") or ""):
-        folder = os.path.abspath(loader._get_base_path(loader._user.path))
-        user["exec"]["command"] = os.path.join(folder, user["exec"]["command"])
-    return loader, user
+    if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+        return ""
+    raise kubernetes_config.ConfigException(f"{paths.replace(os.pathsep, ' and ')} not found")
 
 
 def _proxy(server: str) -> str | None:
@@ -217,7 +206,10 @@ class KubeClient:
             kubernetes_config.load_incluster_config(client_configuration=configuration)
             return cls(configuration, deadline_seconds)
         try:
-            loader, user = _load(paths)
+            loader = kube_config._get_kube_config_loader_for_yaml_file(paths, persist_config=True)
+            user = loader._user.value if loader._user else {}
+            if os.path.dirname((user.get("exec") or {}).get("command") or ""):  # it begins at its kubeconfig's folder
+                user["exec"]["command"] = os.path.join(loader._get_base_path(loader._user.path), user["exec"]["command"])
             await loader.load_and_set(configuration)
         except (TypeError, yaml.YAMLError) as error:
             raise kubernetes_config.ConfigException(f"{paths} is no kubeconfig: {error}") from error

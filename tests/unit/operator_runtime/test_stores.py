@@ -134,14 +134,12 @@ def test_whether_a_master_leads(answers: list[Json | bytes | None], leaderless: 
 
 
 def test_masters_that_hang_hide_no_other_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes as long as it may, and the last one waits for its turn."""
     for name, value in (("PERIOD_SECONDS", 0.02), ("ANSWER_SECONDS", 0.2), ("AT_ONCE", 1)):
         monkeypatch.setattr(masters, name, value)
     store, network = Store(indexed), f"127.13.{os.getpid() % 250 + 1}"
     for number in range(5):
         elected = pool(ELECTED)
-        elected["metadata"] |= {"name": f"p{number}", "uid": f"uid-{number}"}
-        store.upsert("KVCachePool", elected)
+        store.upsert("KVCachePool", elected | {"metadata": elected["metadata"] | {"name": f"p{number}", "uid": f"uid-{number}"}})
         store.upsert("Pod", pod(f"m{number}", f"{network}.{number + 1}", of=f"p{number}"))
 
     async def watch() -> None:
