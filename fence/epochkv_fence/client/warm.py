@@ -94,12 +94,13 @@ def warm(
             if names != NOBODYS and not looks and (over.wait(POLL_SECONDS) or time.monotonic() > deadline):
                 raise WarmFailed(f"{one.name}: the weights or the epoch changed between prompts, and the time is over")
             left = [index for index in range(len(works)) if looks or index not in tokens]
-            asked = [partial(works[index], LOOKED if looks else ASKED) for index in left]
+            asked = [partial(works[index], names if looks else NOBODYS) for index in left]
             each = _together(asked) if isinstance(one, _Server) else (work() for work in asked)  # vLLM's `LLM` answers one at a time
             for index, (stored, num_computed, under) in zip(left, each, strict=True):
                 if under != names:  # what was found under others is found no more
                     tokens, names = {}, under
-                tokens[index], computed = stored, computed + num_computed * (not looks)
+                tokens |= {index: stored} if stored else {}
+                computed += num_computed * (not looks)
                 progress(len(tokens))
     finally:
         over.set()
@@ -118,17 +119,20 @@ def _together(works: Sequence[Callable[[], T]]) -> Iterator[T]:
 
 
 def _warm(
-    engine: _Server | _InProcess, number: int, prompt: Prompt, deadline: float, over: threading.Event, params: Any
+    engine: _Server | _InProcess, number: int, prompt: Prompt, deadline: float, over: threading.Event, held: Names
 ) -> tuple[int, int, Names]:
-    """(tokens in L2, tokens that were computed, names). Asks again until the engine says that L2 holds all that it can.
+    """(tokens in L2, tokens that were computed, names). Asks again until the engine says that L2 holds all that it can, or names change.
 
     Args:
         over: nobody waits for it any more.
+        held: L2 held all under these names, so nothing is saved.
     """
     computed: int | None = None
     while True:
         try:
-            num_tokens, answered, ended = engine.ask(prompt if isinstance(prompt, str | Mapping) else list(prompt), params)
+            num_tokens, answered, ended = engine.ask(
+                prompt if isinstance(prompt, str | Mapping) else list(prompt), ASKED if held == NOBODYS else LOOKED
+            )
             if ended == "abort":
                 raise _Away(f"{engine.name} aborts requests")
         except WarmFailed as error:
@@ -142,13 +146,12 @@ def _warm(
             computed = num_tokens - sum(said["cached_tokens"].values())
         stored, storable, made = said["stored_tokens"], said["storable_tokens"], said["tokens"]
         if storable == 0:
-            why = "it has no L2 that works (`epochkv engines`), or no whole block"
-            raise WarmFailed(f"{engine.name} can store nothing of prompt {number}, of {num_tokens} tokens: {why}")
-        by = (made[-1]["weights"], made[-1].get("adapter", "")) if made else (UNKNOWN_WEIGHTS, "")
-        if stored == storable and UNKNOWN_WEIGHTS not in by:
-            return stored, computed, (*by, said.get("epoch"))
+            raise WarmFailed(f"{engine.name}: prompt {number} has no whole block, or the engine has no L2 that works (`epochkv engines`)")
+        under = (made[-1]["weights"], made[-1].get("adapter", ""), said.get("epoch")) if made else (UNKNOWN_WEIGHTS, "", None)
+        if UNKNOWN_WEIGHTS not in under and (stored == storable or held not in (NOBODYS, under)):
+            return stored if stored == storable else 0, computed, under
         if over.wait(POLL_SECONDS) or time.monotonic() > deadline:
-            why = "the time is over" if params is ASKED else "it held all: it has no room for all prompts"
+            why = "the time is over" if held == NOBODYS else "it held all: it has no room for all prompts, or does not answer"
             raise WarmFailed(f"{engine.name}: L2 holds {stored} of {storable} tokens of prompt {number}, and {why}")
 
 
@@ -173,7 +176,6 @@ class _Server:
         self._model = model or str(self._ask("/v1/models", lambda answer: answer["data"][0]["id"]))
 
     def ask(self, prompt: str | list[int] | Mapping[str, Any], params: Any) -> tuple[int, Any, str]:
-        """Tokens of the prompt, `kv_transfer_params`, and why the answer ended."""
         asked = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         body = {**asked, "model": self._model, "max_tokens": 1, "temperature": 0, "detokenize": False, "kv_transfer_params": params}
         path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"

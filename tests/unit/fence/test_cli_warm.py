@@ -85,37 +85,37 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monk
 
 
 class Llm:
-    """As vLLM's, which has 100 tokens of the second question cached, and all of it in L2, under the names of its epoch, or adapter."""
+    """As vLLM's, which has all of a prompt in L2, and 100 tokens cached, once it was saved under the names of its epoch, or adapter."""
 
     def __init__(self, what: str, values: Iterator[int]) -> None:
-        self.asked, self.what, self.values = list[Any](), what, values
+        self.asked, self.saved, self.what, self.values = list[Any](), list[Any](), what, values
 
     def get_default_sampling_params(self) -> Any:
         return SimpleNamespace(max_tokens=16, temperature=1.0)
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         assert (params.max_tokens, params.temperature, use_tqdm) == (1, 0.0, False)
-        assert params.extra_args["kv_transfer_params"] in (ASKED, LOOKED)
-        again = prompts[0] in self.asked
-        self.asked.append(prompts[0])
-        said = {"tokens": MADE, "epoch": 0, "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again, "storable_tokens": 128}
         value = next(self.values)
+        again = (prompts[0], value) in self.saved
+        self.asked.append(prompts[0])
+        self.saved += [(prompts[0], value)] * (params.extra_args["kv_transfer_params"] == ASKED)
+        said = {"tokens": MADE, "epoch": 0, "cached_tokens": {"gpu": 100 * again}, "stored_tokens": 128 * again, "storable_tokens": 128}
         said |= {"epoch": value} if self.what == "epoch" else {"tokens": [{**MADE[-1], "adapter": f"{value:032x}"}]}
         ended = [SimpleNamespace(finish_reason="length")]
         return [SimpleNamespace(prompt_token_ids=[0] * 130, kv_transfer_params={"epochkv": said}, outputs=ended)]
 
 
 @pytest.mark.parametrize("what", ["epoch", "adapter"])
-def test_an_engine_in_this_process_whose_names_change_between_two_prompts(what: str) -> None:
-    llm = Llm(what, itertools.chain([0, 0], itertools.repeat(1)))
-    assert warm(["a", [1, 2, 3]], llm) == Warmed(2, 256, 290, "ab" * 16)
-    second = {"prompt_token_ids": [1, 2, 3]}
-    assert llm.asked == ["a", "a", second, second, "a", "a", second]
-    with pytest.raises(WarmFailed, match="changed between prompts"):
-        warm(["a", "b"], Llm(what, itertools.count()), timeout_s=2.0)
+@pytest.mark.parametrize(("before", "asked"), [(2, "aabbaaab"), (4, "aabbabaabbab")], ids=["between two prompts", "in the last look"])
+def test_an_engine_in_this_process_whose_names_change(what: str, before: int, asked: str) -> None:
+    llm = Llm(what, itertools.chain([0] * before, itertools.repeat(1)))
+    assert warm(["a", "b"], llm) == Warmed(2, 256, 260 + 65 * before, "ab" * 16)
+    assert "".join(llm.asked) == asked
+    with pytest.raises(WarmFailed, match="the time is over"):
+        warm(["a", "b"], Llm(what, (number // 2 for number in itertools.count())), timeout_s=2.0)
 
 
-@pytest.mark.parametrize(("storable", "says"), [(1 << 20, "tokens of prompt 1, and the"), (0, "it has no L2")])
+@pytest.mark.parametrize(("storable", "says"), [(1 << 20, "tokens of prompt 1, and the"), (0, "the engine has no L2")])
 def test_an_engine_that_never_gets_there(engine: tuple[type[Engine], str], storable: int, says: str) -> None:
     engine[0].storable = storable
     with pytest.raises(WarmFailed, match=says):
