@@ -251,8 +251,9 @@ def listen_on_both_families() -> None:
     from vllm.distributed.kv_events import ZmqEventPublisher
 
     def set_up(function: Callable[..., Any], publisher: Any) -> Any:
-        publisher._ctx = zmq.Context.shadow(publisher._ctx)  # whose options are its own; without IPv6 here, ZeroMQ listens on IPv4
-        publisher._ctx.setsockopt(zmq.IPV6, 1)
+        if "*" in publisher._endpoint or "::" in publisher._endpoint:  # else it dials, and a name's IPv4 address would be left out
+            publisher._ctx = zmq.Context.shadow(publisher._ctx)  # whose options are its own
+            publisher._ctx.setsockopt(zmq.IPV6, 1)  # without IPv6 here, ZeroMQ listens on IPv4
         return function(publisher)
 
     wrap(ZmqEventPublisher, "_socket_setup", set_up)
