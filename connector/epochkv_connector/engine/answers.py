@@ -91,21 +91,22 @@ async def _stream(function: Callable[..., AsyncIterator[str]], *args: Any, **kwa
     """Each line that vLLM sends, with the stamp of the choice that it ends; the line of `include_usage`, the last one, has all of them."""
     given = inspect.signature(function).bind(*args, **kwargs)
     num_samples = getattr(given.arguments.get("request"), "n", None) or 1
-    ended: dict[int, dict[str, Any]] = {}  # by choice
+    ended: dict[int, dict[str, Any] | None] = {}  # by choice
     unsent: set[int] = set()
 
     async def results(outputs: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for each in outputs:
             prompt, output = each if isinstance(each, tuple) else (0, each)
+            ended.setdefault((prompt + 1) * num_samples - 1, None)
             for choice, stamp in enumerate(_samples(output), prompt * num_samples):
-                if stamp is not None and choice not in ended:
+                if stamp is not None and ended.get(choice) is None:
                     ended[choice] = stamp
                     unsent.add(choice)
             yield each
 
     given.arguments["result_generator"] = results(given.arguments["result_generator"])
     async for line in function(*given.args, **given.kwargs):
-        is_last = bool(ended) and '"choices":[]' in line
+        is_last = any(ended.values()) and '"choices":[]' in line
         chunk = json.loads(line.removeprefix("data: ")) if (unsent or is_last) and line.startswith("data: {") else {}
         for choice in chunk.get("choices", ()):
             if choice.get("finish_reason") and choice["index"] in unsent:

@@ -79,12 +79,13 @@ def test_the_chunk_that_ends_a_choice_carries_its_stamp_and_that_of_the_usage_al
 
     async def generator(request: Any, result_generator: AsyncIterator[Any]) -> AsyncIterator[str]:
         yield lines[0]
-        async for _ in result_generator:
-            for line in lines[1:]:
-                yield line
+        assert len([one async for one in result_generator]) == 2
+        for line in lines[1:]:
+            yield line
 
     async def results() -> AsyncIterator[Any]:
         yield 1, answer(FIVE, STAMP)
+        yield 2, SimpleNamespace(outputs=[1], kv_transfer_params=None)
 
     async def collect() -> list[str]:
         return [line async for line in _stream(generator, SimpleNamespace(n=2), results())]
@@ -92,4 +93,4 @@ def test_the_chunk_that_ends_a_choice_carries_its_stamp_and_that_of_the_usage_al
     got = asyncio.run(collect())
     assert [got[0], got[2], got[4], got[6]] == [lines[0], lines[2], lines[4], lines[6]]
     said = [json.loads(got[at].removeprefix("data: "))["kv_transfer_params"][KEY] for at in (1, 3, 5)]
-    assert said == [STAMP, FIVE, {"samples": [None, None, FIVE, STAMP]}]
+    assert said == [STAMP, FIVE, {"samples": [None, None, FIVE, STAMP, None, None]}]
