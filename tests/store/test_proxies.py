@@ -43,7 +43,9 @@ def address() -> str:
 
 
 @pytest.mark.parametrize("known", [[], ["example.com"], ["example.com", "example.org"]])
-@pytest.mark.parametrize("server", ["http://meta:8080/metadata", "http://meta/metadata", "http://me:secret@meta:8080"])
+@pytest.mark.parametrize(
+    "server", ["http://meta:8080/metadata", "http://meta/metadata", "http://me:secret@meta:8080", "meta:1;http://[::1/m"]
+)
 def test_a_metadata_server_is_reached_past_the_proxy(known: list[str], server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", known[0] if known else "")
     monkeypatch.setenv("NO_PROXY", known[-1] if known else "")

@@ -41,7 +41,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from epochkv_connector.config import ConnectorConfig
-from epochkv_fence.common import Seldom, bracketed, is_name
+from epochkv_fence.common import Seldom, is_name
 from epochkv_fence.launch import CLIENT_ENVIRONMENT
 
 logger = logging.getLogger(__name__)
@@ -145,16 +145,12 @@ _RDMA = Path("/sys/class/infiniband")
 _GO_PROXY = re.compile(rb"(?:^|\0)(HTTPS_PROXY|https_proxy)=")
 
 
-def _metadata_servers(settings: StoreSettings) -> list[tuple[str, int]]:
-    """Host and port of each; none where engines tell each other."""
-    parts = re.split("[;,]", settings.metadata_server.removeprefix("P2PHANDSHAKE"))
-    found = [urlsplit(part if "://" in part else f"//{part}") for part in parts]
-    return [(url.hostname, url.port or 80) for url in found if url.hostname]
-
-
 def prepare_environment(settings: StoreSettings) -> None:
     """Set what the operator did not set, before Mooncake is imported. What it dials is no matter for proxies."""
-    hosts = [host for host, _ in _metadata_servers(settings)]
+    hosts: list[str] = []
+    parts = re.split("[;,]", settings.metadata_server.removeprefix("P2PHANDSHAKE"))
+    with contextlib.suppress(ValueError):  # of what is no address
+        hosts += filter(None, (urlsplit(part if "://" in part else f"//{part}").hostname for part in parts))
     if hosts:
         known = (rule for name in ("no_proxy", "NO_PROXY") for rule in os.environ.get(name, "").split(",") if rule)
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(dict.fromkeys([*known, *hosts]))
@@ -250,9 +246,8 @@ def why_setup_failed(settings: StoreSettings, hostname: str, local_address: str)
     if settings.protocol == "rdma" and not (set(settings.device_name.split(",")) & set(devices) if settings.device_name else devices):
         return f"protocol is rdma, and this machine has {', '.join(devices) or 'no RDMA device'}: set device_name, or use tcp"
     found = []
-    for host, port in _metadata_servers(settings):
-        if probe_master(f"meta://{bracketed(host)}:{port}", settings.probe_timeout_seconds) is None:
-            found.append(f"metadata_server {host}:{port} takes no connections")
+    if settings.metadata_server != "P2PHANDSHAKE":
+        found.append(f"does the metadata server {settings.metadata_server} answer?")
     if not is_name(hostname) and (":" in hostname) != (":" in local_address):
         found.append(f"peers are told {hostname}, and the master is reached from {local_address}: give Mooncake addresses of one family")
     if "://" not in settings.master_address:
