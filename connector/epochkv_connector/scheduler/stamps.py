@@ -154,6 +154,7 @@ class Stamps:
             adapter = getattr(request, "lora_request", None)
             if not self._open:
                 self._watch().overwritten = None  # it is of steps that nobody followed
+                self._steps.clear()
             self._open[request.request_id] = Open(request, None if adapter is None else int(adapter.lora_int_id))
 
     def hearer_of_l2(self, request: Any) -> Callable[[], None] | None:

@@ -91,7 +91,7 @@ def hub(
     answer at the start; 2 wrong usage, or the address is taken; 5 the state cannot be used (held by another process, unreadable, of
     another pool); 6 the state was removed or replaced while the hub served.
     """
-    state = state.expanduser()  # no shell does it in --state=~/policy
+    state = Path(os.path.expanduser(state))  # no shell does it in --state=~/policy
     made = StandaloneHub(HubOptions(pool, listen, state, lease_seconds, reclaim, tuple(store_admin or ()), advertise, metrics))
     configure_logs(log_format)
     raise typer.Exit(asyncio.run(serve(made, log_format)))
@@ -190,7 +190,7 @@ def rotate(
       epochkv keys rotate --state /var/lib/epochkv/policy
       epochkv keys rotate --state DIR --grace 0 && epochkv keys retire --state DIR   # it leaked: out with it now
     """
-    rotate_keys(state := state.expanduser(), grace)
+    rotate_keys(state := Path(os.path.expanduser(state)), grace)
     before = f"is accepted for {grace:.0f} s" if grace else "is not accepted any more: a running hub notices within a second"
     print(f"new client key in {state / CLIENT_FOLDER}; the one before {before}")
 
@@ -202,5 +202,5 @@ def retire(state: State) -> None:
     \b
       epochkv keys retire --state /var/lib/epochkv/policy
     """
-    retire_previous(state.expanduser())
+    retire_previous(Path(os.path.expanduser(state)))
     print("only the newest client key is accepted; a running hub notices within a second")

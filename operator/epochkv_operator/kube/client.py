@@ -211,7 +211,7 @@ class KubeClient:
             if os.path.dirname((user.get("exec") or {}).get("command") or ""):  # it begins at its kubeconfig's folder
                 user["exec"]["command"] = os.path.join(loader._get_base_path(loader._user.path), user["exec"]["command"])
             await loader.load_and_set(configuration)
-        except (TypeError, yaml.YAMLError) as error:
+        except (TypeError, AttributeError, yaml.YAMLError) as error:
             raise kubernetes_config.ConfigException(f"{paths} is no kubeconfig: {error}") from error
         configuration.api_key = {name: key.strip() for name, key in configuration.api_key.items()}  # a file's ends with its line
         if plugin := user.get("exec"):
