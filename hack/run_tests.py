@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,8 @@ FAILED = re.compile(rb"^(?:FAILED|ERROR) (\S.*?)(?: - |$)")
 """Lines of a captured log that begin with ERROR have more blanks behind it."""
 MAX_SECOND_RUNS = 4
 """As many tests look at one journey: a connection of it that breaks fails all of them."""
+RUNNING: list[subprocess.Popen[bytes]] = []
+"""pytest, once for each layer that runs now."""
 NO_TESTS = 5
 """pytest's exit status when it ran none."""
 BESIDE_SECONDS = 900
@@ -166,6 +169,7 @@ def run_pytest(layer: Layer, arguments: Sequence[str], output: IO[bytes]) -> Run
     }
     command = [*(("nice", "-n", "19") if layer.beside else ()), str(layer.python), "-m", "pytest", *arguments]
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        RUNNING.append(process)
         assert process.stdout
         rest = b""
         # Chunks, not lines: pytest prints a dot per test, and a line of dots may take minutes.
@@ -178,6 +182,7 @@ def run_pytest(layer: Layer, arguments: Sequence[str], output: IO[bytes]) -> Run
         # Of the tests and of every process that they waited for.
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
+        RUNNING.remove(process)
     run.status = 0 if process.returncode == NO_TESTS and "not slow" in arguments else process.returncode
     run.cpu = usage.ru_utime + usage.ru_stime
     if run.status == 0:
@@ -185,6 +190,13 @@ def run_pytest(layer: Layer, arguments: Sequence[str], output: IO[bytes]) -> Run
     else:
         say(output, f"==> logs and files of layer {layer.name} are in {folder}")
     return run
+
+
+def end(*_: object) -> None:
+    """Who is told to end has pytest end what its tests have started."""
+    for process in RUNNING:
+        process.send_signal(signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 def read_line(line: bytes, run: Run) -> None:
@@ -217,6 +229,7 @@ def main() -> int:
         parser.error(f"unknown layer {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
     if missing := forgotten():
         parser.error(f"no layer runs {', '.join(missing)}: name it in LAYERS")
+    signal.signal(signal.SIGTERM, end)
     layers = [layer for layer in LAYERS if (layer.name in wanted if wanted else args.all or not layer.slow)]
     began = time.time()
     took = Durations(cache_root() / f"test{'-all' if args.all else ''}-durations.json")
