@@ -22,7 +22,7 @@ KEYS = "prompt", "messages", "tools", "chat_template_kwargs", "cache_salt"
 def prompts_of(path: Path) -> list[Prompt]:
     """The prompts in a file of JSON lines. Raises `ConfigurationError`: the message names the line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a text may have other ends of lines in it
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may have other ends of lines in it
     except (OSError, UnicodeError) as error:
         raise ConfigurationError(f"--prompts {path}: {error}") from None
     found: list[Prompt] = []

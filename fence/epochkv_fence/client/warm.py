@@ -83,7 +83,7 @@ def warm(
     """
     check_timeout(timeout_s)
     deadline = time.monotonic() + timeout_s
-    one = _Server(engine.rstrip("/"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
+    one = _Server(engine.rstrip("/").removesuffix("/v1"), deadline, model) if isinstance(engine, str) else _InProcess(engine)
     over = threading.Event()
     works = [partial(_warm, one, number, prompt, deadline, over) for number, prompt in enumerate(prompts, 1)]
     tokens: dict[int, int] = {}  # by prompt, of those that are found under `names`

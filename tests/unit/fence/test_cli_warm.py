@@ -79,7 +79,7 @@ def test_it_asks_again_until_l2_holds_all(engine: tuple[type[Engine], str], monk
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     done: list[int] = []
     engine[0].away = 4
-    assert warm(["a", [1, 2, 3]], engine[1], progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
+    assert warm(["a", [1, 2, 3]], f"{engine[1]}v1/", progress=done.append) == Warmed(2, 256, 260, "ab" * 16)
     assert engine[0].asked == {'/v1/completions {"prompt": "a"}': 4, '/v1/completions {"prompt": [1, 2, 3]}': 4}
     assert done == [1, 2, 2, 2]
 
@@ -173,7 +173,7 @@ def test_a_time_that_cannot_be_meant(engine: tuple[type[Engine], str], seconds: 
 def test_the_command(engine: tuple[type[Engine], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
     lines = '"one\u2028\x85"\r', "", "[1, 2]", '{"prompt": "three", "id": 3}', '{"messages": [{"role": "system"}], "cache_salt": "s"}'
-    file.write_text("\n".join(lines), encoding="utf-8")
+    file.write_text("\n".join(lines), encoding="utf-8-sig")
     command = "warm", "--prompts", str(file), "--url", engine[1]
     status, line, _ = inside(capsys, *command)
     assert (status, line) == (0, "L2 holds 512 tokens of 4 prompts under weights abababab; 520 tokens were computed\n")
