@@ -107,9 +107,14 @@ class EngineApi(ABC):
         self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
 
     def reset_prefix_cache(self, external: bool) -> bool:
-        """vLLM's own reset; True if it says that it succeeded. Needs vLLM's dev mode."""
+        """vLLM's own reset; True if it succeeded, False while a transfer holds blocks. Needs vLLM's dev mode."""
         query = f"reset_running_requests=true&reset_external={str(external).lower()}"
-        return bool(self.post(f"/reset_prefix_cache?{query}", {})["success"])
+        try:
+            return bool(self.post(f"/reset_prefix_cache?{query}", {})["success"])
+        except EngineError as error:
+            if "Failed to reset KV cache" in str(error):
+                return False
+            raise
 
     def pause(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """vLLM's own pause; returns when it is complete. Needs vLLM's dev mode."""
