@@ -9,6 +9,7 @@ import pytest
 from epochkv_fence.connection import ConfigurationError
 from epochkv_fence.hub.record import Record
 from epochkv_fence.metrics import exposition
+from epochkv_fence.protocol.messages import Source
 from epochkv_fence.protocol.pool import EngineView, PoolRecord, PoolSnapshot
 from epochkv_fence.standalone.hub import advertised, split_listen
 from epochkv_fence.standalone.report import compare
@@ -29,6 +30,13 @@ def pool(*engines: EngineView, leading: bool = True, target: int = 0, published:
 
 def texts(before: PoolSnapshot | None, now: PoolSnapshot) -> list[str]:
     return [line.text for line in compare(before, now)]
+
+
+def test_what_the_record_held_when_a_hub_begins_to_lead_is_no_new_reset() -> None:
+    before = pool(leading=False)
+    for now in (pool(target=4, published=4), pool(target=4, published=3, origin=Source.TRAINER)):
+        assert texts(before, now) == [f"leading: epoch 4, published {now.published}"]
+    assert texts(pool(target=4, published=3), pool(target=4, published=4)) == ["epoch 4 published: no engine uses an older one"]
 
 
 def test_the_next_epoch_asked_for_at_once_makes_nobody_late() -> None:

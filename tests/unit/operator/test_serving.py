@@ -393,6 +393,27 @@ def test_a_gate_that_was_written_in_the_life_that_goes_on() -> None:
     assert turns(look([pod], [], complete=False, lives={"uid-b": before})) == {}
 
 
+def test_half_of_a_service_stays() -> None:
+    """Of five pods that are ready but for the gate, two hold what serves; the rest hold what came before, and one is not ready."""
+    pods = [gated(name, "True") for name in "abcd"] + [gated("e"), gated("f", "True", up=None)]
+    views = [holds("a", STEP_1), holds("b", STEP_1), *(holds(name, BASE) for name in "cd"), holds("e", BASE), holds("f", BASE)]
+    views += [holds(f"elsewhere-{number}", STEP_1) for number in range(4)]
+    found = look(pods, views)
+    assert found.stays == ("c",)
+    assert turns(found) == dict.fromkeys("def", ("False", "OtherWeights"))
+    assert not look(pods, views, STRICT).stays
+    late = gated("c", "True")  # its gate is True, and the kubelet has not seen that yet
+    late["status"]["conditions"][0]["status"] = "False"
+    assert look([pod if pod["metadata"]["name"] != "c" else late for pod in pods], views).stays == ("d",)
+    # Another Service is no help, nor another pod without a controller.
+    bare = [msgspec.structs.replace(view, engine="") for view in views]
+    pods = [{**pod, "metadata": {**pod["metadata"], "labels": {}}} for pod in pods]
+    assert look(pods, bare).stays == ("c", "d")
+    alone = [gated("a", "True"), {**gated("c", "True"), "metadata": {**gated("c")["metadata"], "labels": {"epochkv.io/engine": "other"}}}]
+    assert look(alone, views).stays == ("c",)
+    assert turns(look(alone, views, overrides={"other": Serve()})) == {"c": ("True", "NotGated")}
+
+
 def test_ranks_on_other_nodes_count_for_the_first_pod() -> None:
     worker = {**gated("w-0-1"), "spec": {}}
     worker["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = "1"

@@ -146,9 +146,8 @@ def test_masters_that_hang_hide_no_other_pool(monkeypatch: pytest.MonkeyPatch) -
         told = asyncio.Event()
         elections = Elections(store, lambda key: told.set())
         async with AsyncExitStack() as stack:
-            for number in range(4):
-                listening = await asyncio.start_server(lambda *_: asyncio.sleep(9), f"{network}.{number + 1}", 9003)
-                stack.callback(listening.close)
+            hanging = [f"{network}.{number + 1}" for number in range(4)]
+            stack.callback((await asyncio.start_server(lambda *_: asyncio.sleep(9), hanging, 9003)).close)
             await stack.enter_async_context(answering(f"{network}.5", STANDS_BY))
             watching = asyncio.create_task(elections.watch())
             await asyncio.wait_for(told.wait(), 30)
